@@ -225,7 +225,9 @@ class LearnerSettings(_Section):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="Compute dtype; masters stay fp32. Source: AMX is 2-3 times faster."
     )
-    threads: int = Field(0, ge=0, description="CPU threads; 0 lets `up` split the cores.")
+    threads: int = Field(
+        0, ge=0, description="CPU threads; 0 lets `up` split the cores. Source: as the engine's."
+    )
     lease_s: float = Field(
         120.0,
         gt=0,

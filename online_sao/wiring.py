@@ -1,0 +1,160 @@
+"""Introduces the parts to each other: the only file that names concrete classes.
+
+They are named as dotted names and imported when used, so that a process loads only what it
+needs: the serving process never sees torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from online_sao.config import ENV_PREFIX, Settings
+from online_sao.datafolder import DataFolder
+from online_sao.errors import ConfigError
+from online_sao.interfaces import Engine, Store, Trainer
+
+STORE = "online_sao.store.sql:SqlStore"
+ENGINE = "online_sao.engines.client:HttpEngine"
+TRAINER = "online_sao.learner.trainer:SaoTrainer"
+SCRIPTED_TRAINER = "online_sao.learner.scripted:ScriptedTrainer"
+
+
+def load(dotted: str) -> Any:
+    """The object that `module:name` names. Raises ConfigError when there is none."""
+    module_name, _, name = dotted.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"`{dotted}` cannot be loaded: {error}") from error
+
+
+def database_url(settings: Settings) -> str:
+    """The configured database, or the data folder's own."""
+    return settings.store.url or DataFolder(settings.service.data).database_url
+
+
+def make_store(settings: Settings) -> Store:
+    """The database, not opened yet."""
+    return cast(Store, load(STORE)(database_url(settings)))
+
+
+def migrate(settings: Settings) -> None:
+    """Bring the database to this code's schema (blocking)."""
+    load("online_sao.store.migrate:migrate")(database_url(settings))
+
+
+def make_engine(settings: Settings, base_url: str) -> Engine:
+    """A client of the engine at `base_url`."""
+    return cast(
+        Engine,
+        load(ENGINE)(
+            base_url,
+            model=settings.policy.served_name,
+            swap_timeout_s=settings.publishing.swap_timeout_s,
+            probe_tolerance=settings.publishing.probe_tolerance,
+            request_timeout_s=settings.service.request_timeout_s,
+        ),
+    )
+
+
+def make_app(settings: Settings, store: Store, engine: Engine, admin_key: str) -> Any:
+    """The HTTP application."""
+    create_app = load("online_sao.gateway.app:create_app")
+    return create_app(engine=engine, store=store, settings=settings, admin_key=admin_key)
+
+
+def make_judging_worker(settings: Settings, store: Store, owner: str) -> Any:
+    """The worker that judges."""
+    return load("online_sao.judging:JudgingWorker")(store, settings.judging, owner=owner)
+
+
+def load_rubric(settings: Settings) -> Any:
+    """The configured rubric: name, judge, criteria, checked."""
+    return load("online_sao.judging:load_rubric")(settings.judging.rubric)
+
+
+def make_publisher(settings: Settings, store: Store, engine: Engine) -> Any:
+    """The publisher."""
+    folder = DataFolder(settings.service.data)
+    return load("online_sao.publishing:Publisher")(
+        store, engine, settings.publishing, versions_dir=folder.versions.resolve()
+    )
+
+
+def make_trainer(settings: Settings) -> Trainer:
+    """The trainer that goes with the engine: the scripted one needs no model."""
+    start_policy = DataFolder(settings.service.data).model.resolve()
+    if settings.engine.kind == "scripted":
+        return cast(Trainer, load(SCRIPTED_TRAINER)())
+    return cast(Trainer, load(TRAINER)(settings.algorithm, settings.learner, start_policy))
+
+
+def make_learner(settings: Settings, store: Store, trainer: Trainer) -> Any:
+    """The learner's loop."""
+    folder = DataFolder(settings.service.data)
+    return load("online_sao.learner.loop:Learner")(
+        store,
+        trainer,
+        settings,
+        versions_dir=folder.versions.resolve(),
+        state_dir=folder.learner_states.resolve(),
+    )
+
+
+def engine_command(
+    settings: Settings, *, model: Path, version: int, port: int, threads: int
+) -> list[str]:
+    """The argv of the engine's process."""
+    name = "scripted_command" if settings.engine.kind == "scripted" else "embedded_command"
+    builder: Callable[..., list[str]] = load(f"online_sao.engines.launch:{name}")
+    return builder(settings, model, version, port, threads)
+
+
+def prepare_command(settings: Settings, out: Path) -> list[str]:
+    """The argv that makes version 0 of the configured model."""
+    return [
+        sys.executable, "-m", "online_sao.engines.embedded.prepare",
+        "--model", settings.policy.model, "--out", str(out),
+        "--max-model-len", str(settings.policy.max_model_len), "--dtype", settings.engine.dtype,
+    ]  # fmt: skip
+
+
+def learner_command(settings_file: Path) -> list[str]:
+    """The argv of the learner's process."""
+    return [sys.executable, "-m", "online_sao", "learn", "--config", str(settings_file)]
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def split_cores(settings: Settings) -> tuple[int, int]:
+    """Threads of (engine, learner): what the settings say, else half of the cores each."""
+    total = cores()
+    engine = settings.engine.threads or max(1, total // 2)
+    learner = settings.learner.threads or max(1, total - engine)
+    return engine, learner
+
+
+def child_environment(threads: int) -> Mapping[str, str]:
+    """The whole environment of a child that computes with `threads` threads.
+
+    Settings reach it through its settings file alone. Waiting threads sleep instead of spinning,
+    and freed memory stays with the process: both measured to matter on CPUs.
+    """
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+    return {
+        **inherited,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    }
