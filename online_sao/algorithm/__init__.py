@@ -1,0 +1,1 @@
+"""The paper's equations, pure torch. See README.md beside this file."""
