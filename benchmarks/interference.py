@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from rich.console import Console
 
 from online_sao import wiring
 from online_sao.config import Settings, load_settings
+from online_sao.errors import EngineError
 from online_sao.interfaces import Engine, Store
 from online_sao.running import RunningService
 from online_sao.service import free_port
@@ -73,8 +73,8 @@ async def engine_alone(settings: Settings, model: Path, seconds: float) -> float
     """Tokens per second of one chat on the engine with all cores and nothing beside it."""
     port, threads = free_port(), wiring.cores()
     argv = wiring.engine_command(settings, model=model, version=0, port=port, threads=threads)
-    process = subprocess.Popen(
-        argv, env=dict(wiring.child_environment(threads)), stdout=subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(
+        *argv, env=wiring.child_environment(threads), stdout=asyncio.subprocess.DEVNULL
     )
     engine = wiring.make_engine(settings, f"http://127.0.0.1:{port}")
     try:
@@ -85,13 +85,11 @@ async def engine_alone(settings: Settings, model: Path, seconds: float) -> float
     finally:
         await engine.aclose()
         process.terminate()
-        process.wait(30)
+        await process.wait()
 
 
-async def wait_ready(engine: Engine, process: subprocess.Popen[bytes]) -> None:
-    from online_sao.errors import EngineError
-
-    while process.poll() is None:
+async def wait_ready(engine: Engine, process: asyncio.subprocess.Process) -> None:
+    while process.returncode is None:
         try:
             await engine.status()
         except EngineError:
