@@ -1,0 +1,474 @@
+"""Judging: claims replies that have no reward, asks the rubric's judge, records what it said.
+
+    rollout awaiting judgement -> claim under the active rubric -> verdict or failure -> record
+
+A judge that fails is no judgement: the failure is recorded as such, the rollout is judged again
+later, and after `max_attempts` failures it expires with the reason. It never becomes a 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.resources
+import json
+import logging
+import random
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from online_sao.config import JudgingSettings
+from online_sao.errors import ConfigError, JudgeError, LeaseLost, StoreError
+from online_sao.interfaces import Judge, Store
+from online_sao.types import (
+    JSON,
+    JUDGEMENT_PREFIX,
+    Evidence,
+    Expired,
+    Feedback,
+    Judgement,
+    JudgementState,
+    Rollout,
+    RubricVersion,
+    Scored,
+    Unscorable,
+    Verdict,
+    Wait,
+    new_id,
+    utc_now,
+)
+
+logger = logging.getLogger(__name__)
+
+ALARM = "judge_failing"
+ALARM_AFTER = 5
+"""Failures in a row, over all rollouts, that open the breaker and raise the alarm."""
+POLL_S = 0.2
+"""An idle worker looks for work this often (s)."""
+LEASE_MARGIN_S = 30.0
+"""A lease outlasts the judge's time-out by this (s), for the recording."""
+RETRY_BASE_S, RETRY_CAP_S = 2.0, 120.0
+"""A rollout's k-th failure puts it off by a random part of base * 2^(k-1), at most the cap."""
+BREAKER_BASE_S, BREAKER_CAP_S = 0.5, 15.0
+"""The same between single trials of a judge that keeps failing."""
+STORE_BASE_S, STORE_CAP_S = 0.2, 5.0
+"""The same for a database that cannot be reached."""
+STOP_S = 2.0
+"""How long a stopping worker lets judgements in hand finish (s); the rest is given back."""
+
+_SHIPPED = "judges"
+_RUBRIC_KEYS = ("name", "judge", "message", "criteria")
+
+
+@dataclass(frozen=True, slots=True)
+class RubricFile:
+    """A rubric as its TOML file gives it: well-formed; its judge has not seen it yet."""
+
+    name: str
+    judge: str
+    """`module:Class`."""
+    criteria: JSON
+    message: str = ""
+
+
+def shipped_rubrics() -> list[str]:
+    """The names of the rubrics that come with the package."""
+    folder = importlib.resources.files(_SHIPPED) / "rubrics"
+    return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def read_rubric(name_or_path: str | Path) -> RubricFile:
+    """A rubric by its shipped name or its file's path (ends in .toml or has a folder in it).
+
+    Raises ConfigError: no such name or file, not TOML, an unknown, missing or mistyped key.
+    """
+    where, text = _rubric_text(str(name_or_path))
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not valid TOML: {error}") from None
+    problems = [
+        f"unknown key `{key}` (there are {', '.join(_RUBRIC_KEYS)})"
+        for key in table
+        if key not in _RUBRIC_KEYS
+    ]
+    problems += [
+        f"`{key}` must be a text that is not empty"
+        for key in ("name", "judge")
+        if not isinstance(table.get(key), str) or not table[key].strip()
+    ]
+    if not isinstance(table.get("message", ""), str):
+        problems.append("`message` must be a text")
+    criteria = table.get("criteria", {})
+    if not isinstance(criteria, dict):
+        problems.append("`criteria` must be a table")
+    try:
+        json.dumps(criteria, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        problems.append(f"`criteria` holds what JSON cannot ({error})")
+    if problems:
+        raise ConfigError(f"{where}: {'; '.join(problems)}")
+    return RubricFile(table["name"], table["judge"], criteria, table.get("message", ""))
+
+
+def load_rubric(name_or_path: str | Path) -> tuple[str, str, JSON]:
+    """Name, judge and criteria of a rubric whose judge exists and accepts the criteria.
+
+    Raises ConfigError, with every problem that the judge's `check` lists.
+    """
+    rubric = read_rubric(name_or_path)
+    problems = load_judge(rubric.judge).check(rubric.criteria)
+    if problems:
+        raise ConfigError(f"rubric {rubric.name}: {'; '.join(problems)}")
+    return rubric.name, rubric.judge, rubric.criteria
+
+
+def load_judge(name: str) -> Judge:
+    """The judge that `module:Class` names, made without arguments. Raises ConfigError."""
+    module_name, _, class_name = name.partition(":")
+    if not module_name or not class_name:
+        raise ConfigError(f"judge {name!r} is not of the form `module:Class`")
+    try:
+        judge = getattr(importlib.import_module(module_name), class_name)()
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"judge {name}: there is no module {error.name}") from error
+    except AttributeError as error:
+        raise ConfigError(f"judge {name}: {error}") from error
+    except Exception as error:  # A judge is user code: importing or making it may do anything.
+        raise ConfigError(f"judge {name} cannot be made: {_describe(error)}") from error
+    if not isinstance(judge, Judge):
+        raise ConfigError(f"judge {name} lacks `judge` or `check` (see judges/README.md)")
+    return judge
+
+
+def build_evidence(
+    rollout: Rollout, feedback: Sequence[Feedback], feedback_wait_s: float
+) -> Evidence:
+    """What a judge may look at. Raises ValueError for a rollout that is not complete."""
+    completion = rollout.completion
+    if completion is None:
+        raise ValueError(f"{rollout.id} is not complete")
+    return Evidence(
+        rollout_id=rollout.id,
+        messages=rollout.request.messages,
+        reply=completion.text,
+        reply_tokens=len(completion.reply_ids),
+        finish_reason=completion.finish_reason,
+        completed_at=completion.completed_at,
+        feedback_until=completion.completed_at + timedelta(seconds=feedback_wait_s),
+        feedback=tuple(feedback),
+    )
+
+
+def full_jitter(failures: int, base_s: float, cap_s: float) -> float:
+    """Seconds until the next try: uniform over [0, min(cap, base * 2^(failures-1))]."""
+    return random.uniform(0.0, min(cap_s, base_s * 2.0 ** min(failures - 1, 60)))
+
+
+class Breaker:
+    """Keeps a judge that fails again and again from using up every rollout's attempts.
+
+    From `ALARM_AFTER` failures in a row on, one rollout at a time is tried, with growing pauses;
+    the first success ends it.
+    """
+
+    def __init__(self) -> None:
+        self.failures = 0
+        """In a row, over all rollouts."""
+        self._closed_until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """True while the judge is taken to be down."""
+        return self.failures >= ALARM_AFTER
+
+    def allowed(self, slots: int) -> int:
+        """How many judgements may be in hand now, of `slots`."""
+        if not self.is_open:
+            return slots
+        return 1 if time.monotonic() >= self._closed_until else 0
+
+    def failed(self) -> None:
+        """One more failure."""
+        self.failures += 1
+        if self.is_open:
+            pause = full_jitter(self.failures - ALARM_AFTER + 1, BREAKER_BASE_S, BREAKER_CAP_S)
+            self._closed_until = time.monotonic() + pause
+
+    def succeeded(self) -> None:
+        """The judge gave a verdict."""
+        self.failures = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """The judge of one rubric version; what is in hand keeps its own when the rubric changes."""
+
+    rubric: RubricVersion
+    judge: Judge
+    breaker: Breaker
+
+
+class JudgingWorker:
+    """Judges what awaits judgement, some at a time, until it is stopped.
+
+    Several may run on one store: claims are leases. `judged` counts this worker's verdicts
+    (those that only wait left out), `failed` the looks in which the judge failed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        settings: JudgingSettings,
+        *,
+        owner: str,
+        load_judge: Callable[[str], Judge] = load_judge,
+        clock: Callable[[], datetime] = utc_now,
+        retry_base_s: float = RETRY_BASE_S,
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._owner = owner
+        self._load_judge = load_judge
+        self._clock = clock
+        self._retry_base_s = retry_base_s
+        self._bench: _Bench | None = None
+        self._alarm_may_be_open = True
+        self._woken = asyncio.Event()
+        self.judged = 0
+        self.failed = 0
+
+    def wake(self) -> None:
+        """There may be work: look now, not at the next poll."""
+        self._woken.set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Judge until `stop`; then finish what can be finished soon, and give the rest back."""
+        looks: set[asyncio.Task[None]] = set()
+        stopping = asyncio.create_task(stop.wait())
+        put_off = 0
+        try:
+            while not stop.is_set():
+                pause_s = POLL_S
+                self._woken.clear()
+                try:
+                    looks |= await self._start_looks(in_hand=len(looks))
+                    put_off = 0
+                except (StoreError, ConfigError) as error:
+                    put_off += 1
+                    pause_s += full_jitter(put_off, STORE_BASE_S, STORE_CAP_S)
+                    logger.warning("action=judging_put_off error=%s", _describe(error))
+                looks = await self._pause(looks, stopping, pause_s)
+        finally:
+            stopping.cancel()
+            await self._wind_up(looks)
+
+    async def judge_once(self) -> int:
+        """Claim as many rollouts as may be judged at once, judge them; how many were claimed.
+
+        Raises DatabaseUnavailable, UnknownRecord (no active rubric) and ConfigError (the
+        rubric's judge cannot be loaded), all before anything is claimed.
+        """
+        looks = await self._start_looks(in_hand=0)
+        await asyncio.gather(*looks)
+        return len(looks)
+
+    async def _start_looks(self, *, in_hand: int) -> set[asyncio.Task[None]]:
+        """Claim what may be judged now, under the rubric that is active now; a task for each."""
+        bench = await self._active_bench()
+        limit = bench.breaker.allowed(self._settings.concurrency) - in_hand
+        if limit <= 0:
+            return set()
+        claimed = await self._store.claim_unjudged(
+            self._owner, limit=limit, lease_s=self._settings.timeout_s + LEASE_MARGIN_S
+        )
+        return {
+            asyncio.create_task(self._look(rollout, feedback, bench))
+            for rollout, feedback in claimed
+        }
+
+    async def _active_bench(self) -> _Bench:
+        """The active rubric with its judge; made anew, and unsuspected, when the rubric changes."""
+        rubric = await self._store.active_rubric()
+        if self._bench is None or rubric.id != self._bench.rubric.id:
+            try:
+                judge = self._load_judge(rubric.judge)
+            except ConfigError as error:
+                self._alarm_may_be_open = True
+                await self._store.raise_alarm(ALARM, str(error))
+                raise
+            self._bench = _Bench(rubric, judge, Breaker())
+        return self._bench
+
+    async def _pause(
+        self, looks: set[asyncio.Task[None]], stopping: asyncio.Task[Any], pause_s: float
+    ) -> set[asyncio.Task[None]]:
+        """Until a look ends, somebody wakes us, we are stopped, or `pause_s` is over."""
+        woken = asyncio.create_task(self._woken.wait())
+        try:
+            await asyncio.wait(
+                {*looks, stopping, woken}, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            woken.cancel()
+        for look in looks:
+            if look.done():
+                look.result()
+        return {look for look in looks if not look.done()}
+
+    async def _wind_up(self, looks: set[asyncio.Task[None]]) -> None:
+        if looks:
+            _, late = await asyncio.wait(looks, timeout=STOP_S)
+            for look in late:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+        with suppress(StoreError):  # The leases run out by themselves.
+            await self._store.release_leases(self._owner)
+
+    async def _look(self, rollout: Rollout, feedback: Sequence[Feedback], bench: _Bench) -> None:
+        """One look at one rollout, with all that may come of it."""
+        evidence = build_evidence(rollout, feedback, self._settings.feedback_wait_s)
+        start = time.perf_counter()
+        try:
+            try:
+                verdict = await self._ask(bench, evidence)
+            except JudgeError as error:
+                await self._record_failure(bench, rollout.id, error, time.perf_counter() - start)
+            else:
+                await self._record_verdict(bench, rollout.id, verdict, time.perf_counter() - start)
+        except LeaseLost:
+            logger.info("action=judgement_lease_lost rollout=%s", rollout.id)
+        except StoreError as error:
+            logger.warning(
+                "action=judgement_not_recorded rollout=%s error=%s", rollout.id, _describe(error)
+            )
+
+    async def _ask(self, bench: _Bench, evidence: Evidence) -> Verdict:
+        """The judge's verdict; JudgeError for everything else that can become of asking."""
+        deadline = asyncio.timeout(self._settings.timeout_s)
+        try:
+            async with deadline:
+                verdict: object = await bench.judge.judge(evidence, bench.rubric)
+        except JudgeError:
+            raise
+        except Exception as error:  # A judge is user code: it may raise anything.
+            if deadline.expired():
+                raise JudgeError(f"no verdict within {self._settings.timeout_s:g} s") from error
+            logger.exception("action=judge_raised rollout=%s", evidence.rollout_id)
+            raise JudgeError(_describe(error)) from error
+        if not isinstance(verdict, Scored | Wait | Unscorable | Expired):
+            raise JudgeError(f"the judge returned a {type(verdict).__name__}, which is no verdict")
+        if isinstance(verdict, Wait) and verdict.until.tzinfo is None:
+            raise JudgeError("the judge waits until a time that has no time zone")
+        return verdict
+
+    async def _record_verdict(
+        self, bench: _Bench, rollout_id: str, verdict: Verdict, latency_s: float
+    ) -> None:
+        bench.breaker.succeeded()
+        if isinstance(verdict, Wait):
+            # A judge that waits for the past must not have this worker spin.
+            until = max(verdict.until, self._clock() + timedelta(seconds=POLL_S))
+            await self._store.postpone_judgement(rollout_id, self._owner, until)
+        else:
+            attempts = 1 + await self._failed_looks(bench, rollout_id)
+            judgement = self._judgement(bench, rollout_id, verdict, latency_s, attempts)
+            await self._store.record_judgement(judgement, self._owner)
+            self.judged += 1
+        if self._alarm_may_be_open:
+            await self._store.clear_alarm(ALARM)
+            self._alarm_may_be_open = False
+
+    async def _record_failure(
+        self, bench: _Bench, rollout_id: str, error: JudgeError, latency_s: float
+    ) -> None:
+        bench.breaker.failed()
+        self.failed += 1
+        attempts = 1 + await self._failed_looks(bench, rollout_id)
+        logger.warning(
+            "action=judge_failed rollout=%s attempt=%d error=%s", rollout_id, attempts, error
+        )
+        if attempts >= self._settings.max_attempts:
+            given_up = Expired(f"judge failed {attempts} times; the last time: {error}")
+            judgement = self._judgement(bench, rollout_id, given_up, latency_s, attempts)
+            await self._store.record_judgement(judgement, self._owner)
+        else:
+            judgement = self._judgement(bench, rollout_id, error, latency_s, attempts)
+            await self._store.record_judgement(judgement, self._owner)
+            delay_s = full_jitter(attempts, self._retry_base_s, RETRY_CAP_S)
+            until = self._clock() + timedelta(seconds=delay_s)
+            await self._store.postpone_judgement(rollout_id, self._owner, until)
+        if bench.breaker.is_open:
+            self._alarm_may_be_open = True
+            await self._store.raise_alarm(
+                ALARM, f"{bench.rubric.judge} failed {bench.breaker.failures} times: {error}"
+            )
+
+    async def _failed_looks(self, bench: _Bench, rollout_id: str) -> int:
+        """The judge's failures on a rollout since its last verdict, under this rubric version."""
+        failures = 0
+        for judgement in reversed(await self._store.list_judgements(rollout_id)):
+            if judgement.state is not JudgementState.ERROR:
+                break
+            failures += judgement.rubric_id == bench.rubric.id
+        return failures
+
+    def _judgement(
+        self,
+        bench: _Bench,
+        rollout_id: str,
+        outcome: Scored | Unscorable | Expired | JudgeError,
+        latency_s: float,
+        attempts: int,
+    ) -> Judgement:
+        scored = outcome if isinstance(outcome, Scored) else None
+        return Judgement(
+            id=new_id(JUDGEMENT_PREFIX),
+            rollout_id=rollout_id,
+            created_at=self._clock(),
+            rubric_id=bench.rubric.id,
+            judge=bench.rubric.judge,
+            state=_state_of(outcome),
+            quality=scored.quality if scored else None,
+            style=scored.style if scored else None,
+            reward=scored.reward if scored else None,
+            reason=str(outcome)[:300] if isinstance(outcome, JudgeError) else outcome.reason,
+            latency_s=latency_s,
+            attempts=attempts,
+        )
+
+
+def _state_of(outcome: Scored | Unscorable | Expired | JudgeError) -> JudgementState:
+    if isinstance(outcome, Scored):
+        return JudgementState.SCORED
+    if isinstance(outcome, Unscorable):
+        return JudgementState.UNSCORABLE
+    return JudgementState.EXPIRED if isinstance(outcome, Expired) else JudgementState.ERROR
+
+
+def _describe(error: BaseException) -> str:
+    """An error for a log line or a record, never at length."""
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def _rubric_text(name_or_path: str) -> tuple[str, str]:
+    """(what to call the rubric in a message, its TOML)."""
+    try:
+        if name_or_path.endswith(".toml") or "/" in name_or_path:
+            return name_or_path, Path(name_or_path).read_text(encoding="utf-8")
+        if name_or_path not in shipped_rubrics():
+            raise ConfigError(
+                f"there is no rubric {name_or_path!r}; shipped: {', '.join(shipped_rubrics())} "
+                "(or give a path to a .toml file)"
+            )
+        folder = importlib.resources.files(_SHIPPED) / "rubrics"
+        text = (folder / f"{name_or_path}.toml").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"rubric {name_or_path} cannot be read: {error}") from None
+    return f"rubric {name_or_path}", text
