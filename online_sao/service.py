@@ -188,11 +188,11 @@ class Service:
 
     async def _drain(self) -> None:
         """No new chats; those in flight may end, for as long as the setting says."""
-        drain = self._app.state.drain
-        drain.begin()
+        admission = self._app.state.services.admission
+        admission.draining = True
         self._say("Stopping: replies in flight may end, the learner commits.")
         try:
-            await asyncio.wait_for(drain.idle(), self._settings.service.drain_s)
+            await asyncio.wait_for(admission.idle(), self._settings.service.drain_s)
         except TimeoutError:
             logger.warning("action=drain_timeout")
 
