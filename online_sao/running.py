@@ -38,6 +38,7 @@ class RunningService:
     ) -> None:
         self.data = data
         self.log = data.with_name(data.name + ".log")
+        self.key = KEY
         self.headers = {"Authorization": f"Bearer {KEY}"}
         self._args = list(args)
         self._env = {**os.environ, ENV_ADMIN_KEY: KEY, **(env or {})}
