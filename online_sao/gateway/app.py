@@ -5,8 +5,9 @@ The process that runs it never imports torch.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -33,13 +34,17 @@ from online_sao.gateway.problems import (
 from online_sao.gateway.services import Services
 from online_sao.interfaces import Engine, Store
 
+CLOSE_ROWS_S = 5.0
+"""How long the rows of cancelled chats may take to be closed when the server stops."""
+
 
 def create_app(*, engine: Engine, store: Store, settings: Settings, admin_key: str) -> FastAPI:
     """The application; `engine` and `store` stay the caller's, who opens and closes them.
 
     `app.state.services` (a `Services`) is for the runner. To drain: set
     `services.admission.draining`, then await `services.admission.idle()`; the lifespan's end
-    makes the last attempt at records that the database could not take before.
+    waits for the rows of cancelled chats and makes the last attempt at records that the database
+    could not take before.
     """
     metrics = Metrics()
     services = Services(
@@ -53,9 +58,12 @@ def create_app(*, engine: Engine, store: Store, settings: Settings, admin_key: s
         later=Later(),
     )
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        with contextlib.suppress(TimeoutError):
+            # Servers cancel what runs and go on to this line: let those rows be closed first.
+            await asyncio.wait_for(services.admission.idle(), CLOSE_ROWS_S)
         await services.later.settle()
         await services.probe.aclose()
 

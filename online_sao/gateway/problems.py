@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from online_sao.errors import (
-    DatabaseUnavailable,
     EngineRefused,
     EngineTimeout,
+    EngineUnavailable,
     OnlineSaoError,
     StoreError,
 )
@@ -114,8 +114,8 @@ def error_word(error: OnlineSaoError | TimeoutError) -> str:
     """The machine word that the ledger keeps for a request that failed so."""
     if isinstance(error, EngineRefused):
         return error.code
-    if isinstance(error, DatabaseUnavailable):
-        return "database_unavailable"
+    if isinstance(error, EngineUnavailable):
+        return "engine_unavailable"
     return from_below(error).code
 
 

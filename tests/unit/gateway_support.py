@@ -1,0 +1,253 @@
+"""What the gateway's tests share: an app over doubles, a client, and a reply written by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import httpx
+from fastapi import FastAPI
+
+from online_sao.config import Settings, load_settings
+from online_sao.errors import UnknownRecord, VersionConflict
+from online_sao.gateway.app import create_app
+from online_sao.interfaces import Engine, Store
+from online_sao.types import (
+    JSON,
+    EngineStatus,
+    Feedback,
+    FeedbackReceipt,
+    Ledger,
+    LedgerState,
+    Message,
+    Outcome,
+    RenderedPrompt,
+    ReplyChunk,
+    Rollout,
+    RolloutCompletion,
+    RolloutRequest,
+    Sampling,
+    TokenText,
+    VersionSpan,
+)
+
+KEY = "test-key"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+CHAT = "/v1/chat/completions"
+
+
+def reply_of(
+    *texts: str,
+    logprobs: Sequence[float] | None = None,
+    ids: Sequence[int] | None = None,
+    finish: str = "stop",
+    version: int = 3,
+) -> list[ReplyChunk]:
+    """One token per text; token i has id 10 + i and log-probability -(i + 1) / 10."""
+    n = len(texts)
+    ids = list(range(10, 10 + n)) if ids is None else list(ids)
+    logprobs = [-(i + 1) / 10 for i in range(n)] if logprobs is None else list(logprobs)
+    chunks = [
+        ReplyChunk(
+            text=text,
+            token_ids=(ids[i],),
+            logprobs=tuple(logprobs[i : i + 1]),
+            tokens=(TokenText(text, tuple(text.encode())),),
+        )
+        for i, text in enumerate(texts)
+    ]
+    chunks.append(
+        ReplyChunk("", (), (), (), finish, (VersionSpan(version, 0, n),), completion_tokens=n)
+    )
+    return chunks
+
+
+@dataclass
+class HandEngine:
+    """Answers each chat with the given chunks, `delay` seconds apart."""
+
+    chunks: list[ReplyChunk] = field(default_factory=lambda: reply_of("Hello", " there", "."))
+    delay: float = 0.0
+    error: Exception | None = None
+    error_after: int = 0
+    render_error: Exception | None = None
+    status_error: Exception | None = None
+    prompt_ids: tuple[int, ...] = (1, 2, 3, 4)
+    max_model_len: int = 100
+    boot_id: str = "boot-1"
+    seen: list[tuple[RenderedPrompt, Sampling, str]] = field(default_factory=list)
+    rendered: list[tuple[Message, ...]] = field(default_factory=list)
+    closed: dict[str, float] = field(default_factory=dict)
+
+    async def render(
+        self, messages: Sequence[Message], *, tools: Sequence[JSON] = ()
+    ) -> RenderedPrompt:
+        self.rendered.append(tuple(messages))
+        if self.render_error is not None:
+            raise self.render_error
+        return RenderedPrompt(self.prompt_ids)
+
+    async def generate(
+        self, prompt: RenderedPrompt, sampling: Sampling, *, request_id: str
+    ) -> AsyncGenerator[ReplyChunk, None]:
+        self.seen.append((prompt, sampling, request_id))
+        try:
+            for i, chunk in enumerate(self.chunks):
+                if self.error is not None and i == self.error_after:
+                    raise self.error
+                await asyncio.sleep(self.delay)
+                yield chunk
+        finally:
+            self.closed[request_id] = asyncio.get_running_loop().time()
+
+    async def status(self) -> EngineStatus:
+        if self.status_error is not None:
+            raise self.status_error
+        return EngineStatus(self.boot_id, 3, False, "hand", self.max_model_len)
+
+
+class HandStore:
+    """The few methods the gateway calls, over dicts."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, RolloutRequest] = {}
+        self.ends: dict[str, RolloutCompletion] = {}
+        self.said: list[Feedback] = []
+        self.trained: set[str] = set()
+        self.failing: Exception | None = None
+        self.failing_complete: Exception | None = None
+        self.delay = 0.0
+
+    async def insert_rollout(self, request: RolloutRequest) -> None:
+        if self.failing is not None:
+            raise self.failing
+        await asyncio.sleep(self.delay)
+        self.rows[request.id] = request
+
+    async def complete_rollout(self, completion: RolloutCompletion) -> None:
+        failing = self.failing or self.failing_complete
+        if failing is not None:
+            raise failing
+        await asyncio.sleep(self.delay)
+        if completion.rollout_id in self.ends:
+            raise VersionConflict("completed twice")
+        self.ends[completion.rollout_id] = completion
+
+    async def get_rollout(self, rollout_id: str) -> Rollout:
+        end = self.ends.get(rollout_id)
+        if end is None:
+            return Rollout(self.rows[rollout_id], None, LedgerState.IN_FLIGHT)
+        if end.outcome is Outcome.FAILED:
+            return Rollout(self.rows[rollout_id], end, LedgerState.FAILED, end.error)
+        if end.not_trainable is not None:
+            state = LedgerState.NOT_TRAINABLE
+            return Rollout(self.rows[rollout_id], end, state, end.not_trainable)
+        return Rollout(self.rows[rollout_id], end, LedgerState.AWAITING_JUDGEMENT)
+
+    async def add_feedback(self, feedback: Feedback) -> FeedbackReceipt:
+        if self.failing is not None:
+            raise self.failing
+        if feedback.rollout_id not in self.rows:
+            raise UnknownRecord(feedback.rollout_id)
+        for earlier in self.said:
+            if feedback.client_id and earlier.client_id == feedback.client_id:
+                same = (earlier.metric, earlier.value) == (feedback.metric, feedback.value)
+                if not same:
+                    raise VersionConflict("id reused")
+                return FeedbackReceipt.DUPLICATE
+        self.said.append(feedback)
+        if feedback.rollout_id in self.trained:
+            return FeedbackReceipt.ALREADY_TRAINED
+        return FeedbackReceipt.ACCEPTED
+
+    async def list_feedback(self, rollout_id: str) -> list[Feedback]:
+        return [said for said in self.said if said.rollout_id == rollout_id]
+
+    async def get_note(self, key: str) -> JSON | None:
+        if self.failing is not None:
+            raise self.failing
+        return None
+
+    async def ledger(self) -> Ledger:
+        if self.failing is not None:
+            raise self.failing
+        counts = dict.fromkeys(LedgerState, 0)
+        for rollout_id in self.rows:
+            counts[(await self.get_rollout(rollout_id)).state] += 1
+        return Ledger(len(self.rows), counts, {})
+
+    async def alarms(self) -> list[Any]:
+        return []
+
+
+@dataclass
+class Bench:
+    """An app with its doubles and a client that carries the key."""
+
+    app: FastAPI
+    engine: HandEngine
+    store: HandStore
+    client: httpx.AsyncClient
+
+    async def chat(self, text: str = "Hi", **fields: Any) -> httpx.Response:
+        body = {"model": "online-sao", "messages": [{"role": "user", "content": text}], **fields}
+        return await self.client.post(CHAT, content=json.dumps(body))
+
+    async def rollout(self, rollout_id: str) -> Rollout:
+        return await self.store.get_rollout(rollout_id)
+
+    async def only_rollout(self) -> Rollout:
+        (rollout_id,) = self.store.rows
+        return await self.store.get_rollout(rollout_id)
+
+
+def settings_with(**service: Any) -> Settings:
+    return load_settings(overrides={"service": service}, environ={})
+
+
+@asynccontextmanager
+async def bench(
+    engine: HandEngine | None = None, store: HandStore | None = None, **service: Any
+) -> AsyncIterator[Bench]:
+    engine = engine or HandEngine()
+    store = store or HandStore()
+    app = create_app(
+        engine=cast(Engine, engine),
+        store=cast(Store, store),
+        settings=settings_with(**service),
+        admin_key=KEY,
+    )
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://t", headers=HEADERS) as client,
+    ):
+        yield Bench(app, engine, store, client)
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """The JSON of a stream's events, `[DONE]` as the string."""
+    events: list[Any] = []
+    for block in response.text.split("\n\n"):
+        if block.startswith("data: "):
+            data = block.removeprefix("data: ")
+            events.append(data if data == "[DONE]" else json.loads(data))
+    return events
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error object, after a look at its shape."""
+    body = response.json()
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert isinstance(error["code"], str)
+    return cast(dict[str, Any], error)
+
+
+NAN = math.nan
