@@ -1,0 +1,1 @@
+"""The database: `sql.SqlStore` (SQLite, PostgreSQL) and its double `memory.MemoryStore`."""
