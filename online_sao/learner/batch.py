@@ -1,0 +1,80 @@
+"""Trajectories as tensors, and their split into micro-batches.
+
+Shapes: B trajectories, T tokens of the longest. Padding stands on the right, off the mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from online_sao.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryBatch:
+    """B trajectories side by side, padded to one length."""
+
+    token_ids: Tensor
+    """(B, T) int64; 0 behind a trajectory's end."""
+    action_mask: Tensor
+    """(B, T) bool, true on tokens the policy sampled; never on token 0."""
+    rollout_logprobs: Tensor
+    """(B, T) float32, NaN off the mask."""
+    rewards: Tensor
+    """(B, T) float32: the reward on the last action token, 0 elsewhere."""
+    temperatures: Tensor
+    """(B,) float32."""
+    lengths: Tensor
+    """(B,) int64, tokens of each trajectory."""
+
+    @classmethod
+    def from_trajectories(
+        cls, trajectories: Sequence[Trajectory], device: torch.device | None = None
+    ) -> TrajectoryBatch:
+        """The batch of these trajectories, in their order."""
+        lengths = [len(t.token_ids) for t in trajectories]
+        shape = (len(trajectories), max(lengths))
+        ids = torch.zeros(shape, dtype=torch.int64)
+        mask = torch.zeros(shape, dtype=torch.bool)
+        logprobs = torch.full(shape, math.nan)
+        rewards = torch.zeros(shape)
+        for row, (t, n) in enumerate(zip(trajectories, lengths, strict=True)):
+            ids[row, :n] = torch.tensor(t.token_ids)
+            mask[row, :n] = torch.tensor(t.action_mask)
+            logprobs[row, :n] = torch.tensor(t.logprobs)
+            last_action = n - 1 - t.action_mask[::-1].index(True)
+            rewards[row, last_action] = t.reward
+        temperatures = torch.tensor([t.temperature for t in trajectories])
+        tensors = (ids, mask, logprobs, rewards, temperatures, torch.tensor(lengths))
+        return cls(*(x.to(device) for x in tensors))
+
+    def select(self, rows: Tensor) -> TrajectoryBatch:
+        """The trajectories `rows` (M,), cut to the longest of them."""
+        width = int(self.lengths[rows].max())
+        return TrajectoryBatch(
+            token_ids=self.token_ids[rows, :width],
+            action_mask=self.action_mask[rows, :width],
+            rollout_logprobs=self.rollout_logprobs[rows, :width],
+            rewards=self.rewards[rows, :width],
+            temperatures=self.temperatures[rows],
+            lengths=self.lengths[rows],
+        )
+
+    def micro_batches(self, max_tokens: int) -> list[Tensor]:
+        """Rows of each micro-batch: sorted by length, at most `max_tokens` padded tokens each
+        (a longer trajectory goes alone). Every row stands in exactly one.
+        """
+        groups: list[list[int]] = []
+        room = 0
+        for row in torch.argsort(self.lengths, descending=True, stable=True).tolist():
+            if room < 1:
+                room = max_tokens // int(self.lengths[row])
+                groups.append([])
+            groups[-1].append(row)
+            room -= 1
+        return [torch.tensor(rows, device=self.lengths.device) for rows in groups]

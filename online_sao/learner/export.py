@@ -1,0 +1,153 @@
+"""What the trainer writes and reads: servable version folders, and its own full state."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from online_sao.algorithm import sao
+from online_sao.errors import ModelError, VersionFolderError
+from online_sao.learner.models import load_causal_lm
+from online_sao.learner.weights import TrainedWeights
+from online_sao.manifest import MANIFEST_NAME, Manifest
+from online_sao.types import ProbeTokens
+
+STATE_FILE = "state.json"
+STATE_FORMAT = 1
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+class VersionWriter:
+    """Writes versions with exactly the tensors of the start policy's folder.
+
+    What does not train is copied from the folder the policy was restored from (mapped into
+    memory, so that the folder may be pruned meanwhile); file names, shards, config and tokenizer
+    are the start folder's.
+    """
+
+    def __init__(self, start_folder: Path, policy_folder: Path) -> None:
+        """Raises ModelError when a folder is not whole or the two do not hold the same tensors."""
+        self._start_folder = start_folder
+        try:
+            self._base = Manifest.read(start_folder)
+            present = Manifest.read(policy_folder)
+            if dict(present.tensors) != dict(self._base.tensors):
+                raise ModelError(f"{policy_folder} does not hold the tensors of {start_folder}")
+            self._files = {name: load_file(policy_folder / name) for name in present.files}
+        except (VersionFolderError, OSError, SafetensorError) as error:
+            raise ModelError(f"{policy_folder} cannot be read: {error}") from error
+
+    def stored(self, name: str, tensor: Tensor) -> Tensor:
+        """`tensor` rounded as the folder stores the parameter `name`."""
+        known = self._base.tensors.get(name) or next(iter(self._base.tensors.values()))
+        return tensor.to(_DTYPES[known[0]])
+
+    def write(self, folder: Path, model: Any, weights: TrainedWeights) -> None:
+        """Make `folder` the version whose trained parameters are `weights`' masters, rounded.
+
+        Raises ModelError when what trains has no place in the start folder's files.
+        """
+        changed = self._changed(model, weights)
+        folder.mkdir(parents=True)
+        for path in self._start_folder.iterdir():
+            if path.is_file() and path.suffix != ".safetensors" and path.name != MANIFEST_NAME:
+                shutil.copyfile(path, folder / path.name)
+        for file, tensors in self._files.items():
+            merged = {name: changed.get(name, tensor) for name, tensor in tensors.items()}
+            save_file(merged, folder / file, metadata={"format": "pt"})
+            (folder / file).chmod(0o644)
+        probes = ProbeTokens(
+            self._base.probes.token_ids, probe_logprobs(folder, self._base.probes.token_ids)
+        )
+        manifest = Manifest.describe(folder, probes)
+        if dict(manifest.tensors) != dict(self._base.tensors):
+            raise ModelError(f"{folder}: tensors differ from those of {self._start_folder}")
+        (folder / MANIFEST_NAME).write_text(manifest.to_json())
+
+    def _changed(self, model: Any, weights: TrainedWeights) -> dict[str, Tensor]:
+        """The trained tensors under their names in the checkpoint, in its dtypes."""
+        by_copy = {id(weights.copies[name]): p for name, p in weights.masters.items()}
+        named = {
+            name: by_copy[id(parameter)].detach()
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if id(parameter) in by_copy
+        }
+        tied = {name for name in named if name not in weights.masters}
+        converted: dict[str, Tensor] = revert_weight_conversion(model, named)
+        unknown = converted.keys() - self._base.tensors.keys() - tied
+        if unknown:
+            raise ModelError(
+                f"{self._start_folder} has no tensors {', '.join(sorted(unknown)[:5])}"
+            )
+        return {
+            name: tensor.to("cpu", _DTYPES[self._base.tensors[name][0]]).contiguous()
+            for name, tensor in converted.items()
+            if name in self._base.tensors
+        }
+
+
+@torch.no_grad()
+def probe_logprobs(folder: Path, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    """log p of each probe token but the first, by the weights as they lie in `folder`, in fp32.
+
+    Loading them is a check of its own: a version that does not load is never published.
+    """
+    if len(token_ids) < 2:
+        return ()
+    model = load_causal_lm(folder, torch.float32, torch.device("cpu"), "eager")
+    ids = torch.tensor([token_ids])
+    log_p = sao.log_policy(model(input_ids=ids, use_cache=False).logits[0, :-1], 1.0)
+    return tuple(log_p.gather(1, ids[0, 1:, None]).squeeze(1).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A trainer's full state, as read from a folder."""
+
+    updates: int
+    policy: Mapping[str, Tensor]
+    policy_steps: int
+    critic: Mapping[str, Tensor]
+    critic_steps: int
+
+    @classmethod
+    def read(cls, folder: Path) -> SavedState:
+        """Raises ModelError when the folder is not a whole state."""
+        try:
+            data = json.loads((folder / STATE_FILE).read_text())
+            if data["format"] != STATE_FORMAT:
+                raise ModelError(f"{folder} has format {data['format']}, not {STATE_FORMAT}")
+            return cls(
+                updates=data["updates"],
+                policy=load_file(folder / "policy.safetensors"),
+                policy_steps=data["policy_steps"],
+                critic=load_file(folder / "critic.safetensors"),
+                critic_steps=data["critic_steps"],
+            )
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise ModelError(f"{folder} is no learner state: {error}") from error
+
+
+def write_state(folder: Path, updates: int, policy: TrainedWeights, critic: TrainedWeights) -> None:
+    """Masters, moments and counters into the new folder `folder`."""
+    folder.mkdir(parents=True)
+    for name, weights in (("policy", policy), ("critic", critic)):
+        tensors = {key: tensor.cpu().contiguous() for key, tensor in weights.state().items()}
+        save_file(tensors, folder / f"{name}.safetensors")
+    counters = {
+        "format": STATE_FORMAT,
+        "updates": updates,
+        "policy_steps": policy.steps(),
+        "critic_steps": critic.steps(),
+    }
+    (folder / STATE_FILE).write_text(json.dumps(counters))

@@ -1,0 +1,102 @@
+"""The output head over action positions alone, in chunks.
+
+A (batch, time, vocabulary) tensor never exists: each chunk's logits are made, used, sent backward
+into its hidden states, and dropped before the next chunk's are made. So no logits are kept for
+the backward pass and none are computed twice.
+
+Shapes: N action tokens, D hidden, V vocabulary, C tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from online_sao.algorithm import sao
+
+CHUNK_ELEMENTS = 1 << 23
+"""Logits in one chunk: 32 MiB in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionScores:
+    """What the policy makes of N sampled tokens."""
+
+    logprobs: Tensor
+    """(N,) log pi_theta(a_t|s_t) at the rollout's temperature."""
+    kl: Tensor
+    """(N,) full-softmax KL to the start policy in the asked direction; NaN without one."""
+    entropy: Tensor
+    """(N,) entropy of pi_theta(.|s_t)."""
+
+
+Objective = Callable[[ActionScores, slice], Tensor]
+"""Loss of one chunk (a scalar) from its scores; the slice says which of the N tokens they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadScorer:
+    """Scores action tokens from the hidden states before them."""
+
+    head: nn.Module
+    start_head: nn.Module
+    reverse_kl: bool
+    """KL(start || policy) instead of KL(policy || start)."""
+    chunk_elements: int = CHUNK_ELEMENTS
+
+    def score(
+        self,
+        states: Tensor,
+        actions: Tensor,
+        temperatures: Tensor,
+        start_states: Tensor | None,
+        objective: Objective | None,
+    ) -> ActionScores:
+        """Scores of `actions` (N,), detached, given hidden `states` (N, D) of the policy and of
+        the start policy, at `temperatures` (N,).
+
+        With an objective its gradient is sent backward through `states`' graph, and into the
+        head's weights where those train.
+        """
+        leaf = states.detach().requires_grad_(objective is not None)
+        step = max(1, self.chunk_elements // self._vocabulary())
+        parts: list[ActionScores] = []
+        for begin in range(0, len(actions), step):
+            where = slice(begin, begin + step)
+            start = None if start_states is None else start_states[where]
+            with torch.set_grad_enabled(objective is not None):
+                scores = self._chunk(leaf[where], actions[where], temperatures[where], start)
+                if objective is not None:
+                    objective(scores, where).backward()  # type: ignore[no-untyped-call]
+            parts.append(
+                ActionScores(scores.logprobs.detach(), scores.kl.detach(), scores.entropy.detach())
+            )
+        if objective is not None:
+            states.backward(leaf.grad)  # type: ignore[no-untyped-call]
+        return ActionScores(
+            torch.cat([p.logprobs for p in parts]),
+            torch.cat([p.kl for p in parts]),
+            torch.cat([p.entropy for p in parts]),
+        )
+
+    def _chunk(
+        self, states: Tensor, actions: Tensor, temperatures: Tensor, start_states: Tensor | None
+    ) -> ActionScores:
+        temperature = temperatures[:, None]
+        log_theta = sao.log_policy(self.head(states).float(), temperature)
+        logprobs = log_theta.gather(1, actions[:, None]).squeeze(1)
+        entropy = sao.entropy(log_theta)
+        if start_states is None:
+            return ActionScores(logprobs, torch.full_like(logprobs, torch.nan), entropy)
+        with torch.no_grad():
+            log_start = sao.log_policy(self.start_head(start_states).float(), temperature)
+        pair = (log_start, log_theta) if self.reverse_kl else (log_theta, log_start)
+        return ActionScores(logprobs, sao.kl_divergence(*pair), entropy)
+
+    def _vocabulary(self) -> int:
+        weight = self.head.weight
+        assert isinstance(weight, Tensor)
+        return len(weight)

@@ -1,0 +1,150 @@
+"""fp32 master weights, their AdamW, and the compute copies they are rounded into.
+
+bfloat16 parameters under Adam at small learning rates do not move, so the masters do the moving:
+gradients of the compute copies are added into the masters' in fp32, AdamW steps the masters, and
+the copies are set to the rounded masters. Where the network computes in fp32, master and copy are
+one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from online_sao.errors import ModelError, UpdateNotFinite
+
+WEIGHT_DECAY = 0.0
+"""The paper names none; the KL term is what holds the policy."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class TrainedWeights:
+    """The trained parameters of one network."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        lr: float,
+        adam_eps: float,
+        grad_clip: float,
+        exact: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`exact`: fp32 values, where the compute copies are rounded from something wider."""
+        self.copies = dict(parameters)
+        self._grad_clip = grad_clip
+        self.masters: dict[str, nn.Parameter] = {}
+        for name, copy in self.copies.items():
+            copy.requires_grad_(True)
+            if copy.dtype == torch.float32:
+                self.masters[name] = copy
+                continue
+            source = copy if exact is None else exact[name]
+            self.masters[name] = nn.Parameter(source.detach().float().clone())
+        self.optimizer = torch.optim.AdamW(
+            self.masters.values(), lr=lr, eps=adam_eps, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+    def accumulate(self) -> None:
+        """Add the compute copies' gradients to the masters', in fp32, and drop them."""
+        for name, master in self.masters.items():
+            copy = self.copies[name]
+            if copy is master or copy.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = copy.grad.float()
+            else:
+                master.grad.add_(copy.grad)
+            copy.grad = None
+
+    def clip(self) -> float:
+        """Clip the gradients' norm; returns what it was. Raises UpdateNotFinite."""
+        norm = nn.utils.clip_grad_norm_(self.masters.values(), self._grad_clip)
+        if not math.isfinite(norm.item()):
+            raise UpdateNotFinite(f"gradient norm is {norm.item()}")
+        return float(norm)
+
+    def step(self) -> None:
+        """One AdamW step on the masters; the compute copies follow."""
+        with self.gradients():
+            self.optimizer.step()
+        self._round()
+
+    @contextmanager
+    def gradients(self) -> Iterator[None]:
+        """None are left when the block ends, however it ends."""
+        try:
+            yield
+        finally:
+            for parameter in (*self.masters.values(), *self.copies.values()):
+                parameter.grad = None
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Masters, copies and optimizer are as they were if the block raises."""
+        before = {name: tensor.clone() for name, tensor in self.state().items()}
+        steps = self.steps()
+        try:
+            with self.gradients():
+                yield
+        except BaseException:
+            self.load_state(before, steps)
+            raise
+
+    def steps(self) -> int:
+        """Steps AdamW has done."""
+        state = self.optimizer.state.get(next(iter(self.masters.values())), {})
+        return int(state["step"].item()) if state else 0
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters and moments by name (not copied); moments only after a first step."""
+        tensors = {f"master.{name}": p.detach() for name, p in self.masters.items()}
+        for name, master in self.masters.items():
+            for moment in _MOMENTS:
+                if master in self.optimizer.state:
+                    tensors[f"{moment}.{name}"] = self.optimizer.state[master][moment]
+        return tensors
+
+    def load_state(
+        self, tensors: Mapping[str, Tensor], steps: int, *, masters: bool = True
+    ) -> None:
+        """Take what `state` gave; without `masters`, the optimizer's moments alone.
+
+        Raises ModelError, with nothing changed, when names or shapes are not ours.
+        """
+        expected = {f"master.{name}": p.shape for name, p in self.masters.items()}
+        if steps > 0:
+            for moment in _MOMENTS:
+                expected |= {f"{moment}.{name}": p.shape for name, p in self.masters.items()}
+        if {name: t.shape for name, t in tensors.items()} != expected:
+            raise ModelError("the saved state belongs to other trained parameters")
+        if masters:
+            with torch.no_grad():
+                for name, master in self.masters.items():
+                    master.copy_(tensors[f"master.{name}"])
+        self._load_moments(tensors, steps)
+        self._round()
+
+    def _load_moments(self, tensors: Mapping[str, Tensor], steps: int) -> None:
+        if steps == 0:
+            self.optimizer.state.clear()
+            return
+        state = {
+            i: {
+                "step": torch.tensor(float(steps)),
+                **{moment: tensors[f"{moment}.{name}"].clone() for moment in _MOMENTS},
+            }
+            for i, name in enumerate(self.masters)
+        }
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for name, master in self.masters.items():
+            if self.copies[name] is not master:
+                self.copies[name].copy_(master)
