@@ -14,18 +14,16 @@ import httpx
 from fastapi import FastAPI
 
 from online_sao.config import Settings, load_settings
-from online_sao.errors import UnknownRecord, VersionConflict
 from online_sao.gateway.app import create_app
-from online_sao.interfaces import Engine, Store
+from online_sao.interfaces import Engine
+from online_sao.store.memory import MemoryStore
 from online_sao.types import (
     JSON,
     EngineStatus,
     Feedback,
     FeedbackReceipt,
     Ledger,
-    LedgerState,
     Message,
-    Outcome,
     RenderedPrompt,
     ReplyChunk,
     Rollout,
@@ -111,78 +109,46 @@ class HandEngine:
         return EngineStatus(self.boot_id, 3, False, "hand", self.max_model_len)
 
 
-class HandStore:
-    """The few methods the gateway calls, over dicts."""
+class FaultyStore(MemoryStore):
+    """The shipped double, remembering what was written; a test may make it slow or fail."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.rows: dict[str, RolloutRequest] = {}
         self.ends: dict[str, RolloutCompletion] = {}
-        self.said: list[Feedback] = []
-        self.trained: set[str] = set()
         self.failing: Exception | None = None
         self.failing_complete: Exception | None = None
         self.delay = 0.0
 
     async def insert_rollout(self, request: RolloutRequest) -> None:
-        if self.failing is not None:
-            raise self.failing
-        await asyncio.sleep(self.delay)
+        await self._fault()
+        await super().insert_rollout(request)
         self.rows[request.id] = request
 
     async def complete_rollout(self, completion: RolloutCompletion) -> None:
-        failing = self.failing or self.failing_complete
-        if failing is not None:
-            raise failing
-        await asyncio.sleep(self.delay)
-        if completion.rollout_id in self.ends:
-            raise VersionConflict("completed twice")
+        await self._fault()
+        if self.failing_complete is not None:
+            raise self.failing_complete
+        await super().complete_rollout(completion)
         self.ends[completion.rollout_id] = completion
 
-    async def get_rollout(self, rollout_id: str) -> Rollout:
-        end = self.ends.get(rollout_id)
-        if end is None:
-            return Rollout(self.rows[rollout_id], None, LedgerState.IN_FLIGHT)
-        if end.outcome is Outcome.FAILED:
-            return Rollout(self.rows[rollout_id], end, LedgerState.FAILED, end.error)
-        if end.not_trainable is not None:
-            state = LedgerState.NOT_TRAINABLE
-            return Rollout(self.rows[rollout_id], end, state, end.not_trainable)
-        return Rollout(self.rows[rollout_id], end, LedgerState.AWAITING_JUDGEMENT)
-
     async def add_feedback(self, feedback: Feedback) -> FeedbackReceipt:
-        if self.failing is not None:
-            raise self.failing
-        if feedback.rollout_id not in self.rows:
-            raise UnknownRecord(feedback.rollout_id)
-        for earlier in self.said:
-            if feedback.client_id and earlier.client_id == feedback.client_id:
-                same = (earlier.metric, earlier.value) == (feedback.metric, feedback.value)
-                if not same:
-                    raise VersionConflict("id reused")
-                return FeedbackReceipt.DUPLICATE
-        self.said.append(feedback)
-        if feedback.rollout_id in self.trained:
-            return FeedbackReceipt.ALREADY_TRAINED
-        return FeedbackReceipt.ACCEPTED
-
-    async def list_feedback(self, rollout_id: str) -> list[Feedback]:
-        return [said for said in self.said if said.rollout_id == rollout_id]
+        await self._fault()
+        return await super().add_feedback(feedback)
 
     async def get_note(self, key: str) -> JSON | None:
-        if self.failing is not None:
-            raise self.failing
-        return None
+        await self._fault()
+        return await super().get_note(key)
 
     async def ledger(self) -> Ledger:
+        await self._fault()
+        return await super().ledger()
+
+    async def _fault(self) -> None:
         if self.failing is not None:
             raise self.failing
-        counts = dict.fromkeys(LedgerState, 0)
-        for rollout_id in self.rows:
-            counts[(await self.get_rollout(rollout_id)).state] += 1
-        return Ledger(len(self.rows), counts, {})
-
-    async def alarms(self) -> list[Any]:
-        return []
+        if self.delay:
+            await asyncio.sleep(self.delay)
 
 
 @dataclass
@@ -191,7 +157,7 @@ class Bench:
 
     app: FastAPI
     engine: HandEngine
-    store: HandStore
+    store: FaultyStore
     client: httpx.AsyncClient
 
     async def chat(self, text: str = "Hi", **fields: Any) -> httpx.Response:
@@ -212,13 +178,13 @@ def settings_with(**service: Any) -> Settings:
 
 @asynccontextmanager
 async def bench(
-    engine: HandEngine | None = None, store: HandStore | None = None, **service: Any
+    engine: HandEngine | None = None, store: FaultyStore | None = None, **service: Any
 ) -> AsyncIterator[Bench]:
     engine = engine or HandEngine()
-    store = store or HandStore()
+    store = store or FaultyStore()
     app = create_app(
         engine=cast(Engine, engine),
-        store=cast(Store, store),
+        store=store,
         settings=settings_with(**service),
         admin_key=KEY,
     )

@@ -16,12 +16,12 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from gateway_support import HEADERS, KEY, HandEngine, HandStore, reply_of, settings_with
+from gateway_support import HEADERS, KEY, FaultyStore, HandEngine, reply_of, settings_with
 from openai import AsyncOpenAI
 
 from online_sao.errors import EngineUnavailable
 from online_sao.gateway.app import create_app
-from online_sao.interfaces import Engine, Store
+from online_sao.interfaces import Engine
 from online_sao.types import LedgerState
 
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -31,7 +31,7 @@ HI: Any = [{"role": "user", "content": "Hi"}]
 class Live:
     url: str
     engine: HandEngine
-    store: HandStore
+    store: FaultyStore
     server: uvicorn.Server
     serving: asyncio.Task[None]
 
@@ -48,10 +48,10 @@ async def until(ready: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 @asynccontextmanager
 async def live(engine: HandEngine | None = None, **service: Any) -> AsyncIterator[Live]:
-    engine, store = engine or HandEngine(), HandStore()
+    engine, store = engine or HandEngine(), FaultyStore()
     app = create_app(
         engine=cast(Engine, engine),
-        store=cast(Store, store),
+        store=store,
         settings=settings_with(**service),
         admin_key=KEY,
     )

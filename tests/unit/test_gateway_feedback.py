@@ -1,15 +1,25 @@
 import asyncio
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-from gateway_support import Bench, HandEngine, HandStore, bench, error_of, reply_of
+from gateway_support import Bench, FaultyStore, HandEngine, bench, error_of, reply_of
 
 from online_sao.errors import DatabaseUnavailable
 from online_sao.gateway import feedback as feedback_module
-from online_sao.types import RolloutRequest, new_id
+from online_sao.store.memory import MemoryStore
+from online_sao.types import (
+    Judgement,
+    JudgementState,
+    NewVersion,
+    Update,
+    UpdateKind,
+    new_id,
+    utc_now,
+)
 
 
 def id_at(seconds_from_now: float) -> str:
@@ -25,6 +35,26 @@ async def say(b: Bench, inference_id: str, metric: str, value: Any, **more: Any)
 
 async def reply_id(b: Bench) -> str:
     return str((await b.chat()).json()["id"])
+
+
+async def train_on(store: MemoryStore, rollout_id: str) -> None:
+    """Judge the one reply and commit an update that trained on it."""
+    rubric = await store.put_rubric("r", "judges.rules:RulesJudge", {})
+    await store.add_base_version("v0", "0" * 64)
+    await store.claim_unjudged("j", limit=1, lease_s=60)
+    await store.record_judgement(
+        Judgement(
+            new_id("jdg_"), rollout_id, utc_now(), rubric.id, rubric.judge,
+            JudgementState.SCORED, 1, 1, 1.0,
+        ),
+        "j",
+    )  # fmt: skip
+    claimed = await store.claim_trajectories(
+        "l", size=1, lease_s=60, max_lag=8, max_train_tokens=100, skip_cut=False
+    )
+    assert [trajectory.rollout_ids for trajectory in claimed] == [(rollout_id,)]
+    update = Update(new_id("upd_"), utc_now(), UpdateKind.POLICY, (rollout_id,), {})
+    await store.commit_update("l", update, NewVersion("v1", "0" * 64, 0))
 
 
 @pytest.mark.parametrize(
@@ -66,8 +96,9 @@ async def test_feedback_is_kept_as_it_was_said(metric: str, value: Any) -> None:
 )
 async def test_a_value_of_the_wrong_kind_is_a_400_naming_value(metric: str, value: Any) -> None:
     async with bench() as b:
-        answer = await say(b, await reply_id(b), metric, value)
-        assert b.store.said == []
+        target = await reply_id(b)
+        answer = await say(b, target, metric, value)
+        assert await b.store.list_feedback(target) == []
     assert (answer.status_code, error_of(answer)["param"]) == (400, "value")
     assert len(answer.text) < 300
 
@@ -78,7 +109,7 @@ async def test_a_rating_that_is_no_finite_number_is_a_400(literal: str) -> None:
         target = await reply_id(b)
         body = f'{{"inference_id":"{target}","metric_name":"rating","value":{literal}}}'
         answer = await b.client.post("/v1/feedback", content=body)
-        assert b.store.said == []
+        assert await b.store.list_feedback(target) == []
     assert answer.status_code == 400
     if literal.endswith("1e400"):
         assert error_of(answer)["param"] == "value"
@@ -129,9 +160,7 @@ async def test_feedback_on_a_young_unknown_id_is_kept_until_its_row_is_there(
         answer = await say(b, target, "thumbs", True)
         assert (answer.status_code, answer.json()["status"]) == (202, "pending")
         known = b.store.rows[await reply_id(b)]
-        b.store.rows[target] = RolloutRequest(
-            target, known.created_at, known.messages, known.sampling, "s"
-        )
+        await b.store.insert_rollout(replace(known, id=target))
         await asyncio.sleep(0.15)
         (said,) = await b.store.list_feedback(target)
     assert said.id == answer.json()["id"]
@@ -176,15 +205,15 @@ async def test_the_same_feedback_twice_is_one_row_and_other_content_a_409() -> N
 
 
 async def test_feedback_on_a_trained_reply_says_so() -> None:
-    async with bench() as b:
+    async with bench(HandEngine(reply_of("a", version=0))) as b:
         target = await reply_id(b)
-        b.store.trained.add(target)
+        await train_on(b.store, target)
         answer = await say(b, target, "thumbs", True)
     assert answer.json()["status"] == "already_trained"
 
 
 async def test_feedback_without_a_database_is_a_503() -> None:
-    store = HandStore()
+    store = FaultyStore()
     async with bench(store=store) as b:
         target = await reply_id(b)
         store.failing = DatabaseUnavailable("down")

@@ -2,7 +2,7 @@ import asyncio
 import time
 
 import pytest
-from gateway_support import HandEngine, HandStore, bench, error_of
+from gateway_support import FaultyStore, HandEngine, bench, error_of
 
 from online_sao.errors import DatabaseUnavailable, EngineUnavailable
 from online_sao.gateway import health
@@ -21,7 +21,7 @@ async def test_a_ready_service_says_which_version_it_serves() -> None:
 
 
 async def test_readiness_names_everything_that_is_missing() -> None:
-    store = HandStore()
+    store = FaultyStore()
     store.failing = DatabaseUnavailable("secret host")
     async with bench(HandEngine(status_error=EngineUnavailable("x")), store) as b:
         ready = await b.client.get("/readyz")
@@ -103,7 +103,7 @@ async def test_metrics_carry_no_user_session_or_key_and_each_app_its_own_registr
 async def test_the_ledger_is_read_at_most_once_a_second_for_metrics() -> None:
     calls: list[int] = []
 
-    class Counting(HandStore):
+    class Counting(FaultyStore):
         async def ledger(self):  # type: ignore[no-untyped-def]
             calls.append(1)
             return await super().ledger()
@@ -114,7 +114,7 @@ async def test_the_ledger_is_read_at_most_once_a_second_for_metrics() -> None:
 
 
 async def test_metrics_answer_without_a_database() -> None:
-    store = HandStore()
+    store = FaultyStore()
     store.failing = DatabaseUnavailable("x")
     async with bench(store=store) as b:
         answer = await b.client.get("/metrics")

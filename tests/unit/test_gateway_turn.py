@@ -7,8 +7,8 @@ from gateway_support import (
     CHAT,
     NAN,
     Bench,
+    FaultyStore,
     HandEngine,
-    HandStore,
     bench,
     error_of,
     events_of,
@@ -55,7 +55,7 @@ async def test_a_reply_is_stored_as_the_engine_gave_it_and_awaits_judgement() ->
 
 async def test_the_row_exists_before_the_engine_generates() -> None:
     states: list[LedgerState] = []
-    store = HandStore()
+    store = FaultyStore()
 
     class Looking(HandEngine):
         def generate(self, prompt, sampling, *, request_id):  # type: ignore[no-untyped-def]
@@ -347,7 +347,7 @@ async def test_a_reply_that_takes_too_long_is_a_504_and_frees_the_engine() -> No
 
 
 async def test_without_a_database_nothing_is_generated() -> None:
-    store = HandStore()
+    store = FaultyStore()
     store.failing = DatabaseUnavailable("down")
     async with bench(store=store) as b:
         answer = await b.chat()
@@ -359,7 +359,7 @@ async def test_without_a_database_nothing_is_generated() -> None:
 async def test_a_reply_is_served_and_its_record_written_later_when_the_database_comes_back() -> (
     None
 ):
-    store = HandStore()
+    store = FaultyStore()
     store.failing_complete = DatabaseUnavailable("down")
     async with bench(store=store) as b:
         answer = await b.chat()
@@ -456,7 +456,7 @@ async def test_a_client_that_leaves_an_unstreamed_chat_aborts_the_engine_too() -
 
 
 async def test_a_client_that_leaves_while_the_row_is_inserted_leaves_no_row_open() -> None:
-    store = HandStore()
+    store = FaultyStore()
     store.delay = 0.1
     async with bench(store=store) as b:
         client = LeavingClient(b, BODY % b"")
@@ -470,14 +470,15 @@ async def test_a_client_that_leaves_while_the_row_is_inserted_leaves_no_row_open
 
 
 async def test_a_client_that_leaves_while_the_record_is_written_finds_the_reply_completed() -> None:
-    store = HandStore()
+    store = FaultyStore()
     async with bench(HandEngine(delay=0.01), store) as b:
         client = LeavingClient(b, BODY % b',"stream":true')
+        inner = store.complete_rollout
 
         async def slow_complete(completion) -> None:  # type: ignore[no-untyped-def]
             client.gone.set()
             await asyncio.sleep(0.05)
-            store.ends[completion.rollout_id] = completion
+            await inner(completion)
 
         store.complete_rollout = slow_complete  # type: ignore[method-assign]
         await client.run()
@@ -517,7 +518,7 @@ async def test_a_server_whose_send_fails_means_that_the_client_left() -> None:
 
 async def test_a_row_is_completed_once_whatever_ends_the_turn() -> None:
     calls: list[Outcome] = []
-    store = HandStore()
+    store = FaultyStore()
     inner = store.complete_rollout
 
     async def counting(completion) -> None:  # type: ignore[no-untyped-def]
