@@ -2,7 +2,7 @@
 
 Python's `re` cannot be interrupted, and a harmless-looking pattern can take hours on an unlucky
 text (`.*a.*b` on some thousand characters). So patterns are run in a small process of their own,
-on texts of bounded length, for a bounded time. It costs some 20 ms of another core, and only
+on texts of bounded length, for a bounded time. It costs some 30 ms of another core, and only
 where a rubric has patterns.
 """
 

@@ -61,6 +61,8 @@ STORE_BASE_S, STORE_CAP_S = 0.2, 5.0
 """The same for a database that cannot be reached."""
 STOP_S = 2.0
 """How long a stopping worker lets judgements in hand finish (s); the rest is given back."""
+MAX_ERROR = 300
+"""Characters of an error that are recorded."""
 
 _SHIPPED = "judges"
 _RUBRIC_KEYS = ("name", "judge", "message", "criteria")
@@ -166,9 +168,12 @@ def build_evidence(
     )
 
 
-def full_jitter(failures: int, base_s: float, cap_s: float) -> float:
+def full_jitter(
+    failures: int, base_s: float, cap_s: float, source: random.Random | None = None
+) -> float:
     """Seconds until the next try: uniform over [0, min(cap, base * 2^(failures-1))]."""
-    return random.uniform(0.0, min(cap_s, base_s * 2.0 ** min(failures - 1, 60)))
+    ceiling = min(cap_s, base_s * 2.0 ** min(failures - 1, 60))
+    return ceiling * (source.random() if source is not None else random.random())
 
 
 class Breaker:
@@ -213,6 +218,16 @@ class _Bench:
     rubric: RubricVersion
     judge: Judge
     breaker: Breaker
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What a judgement says beside its outcome."""
+
+    rollout_id: str
+    attempt: int
+    """1 for the first look."""
+    latency_s: float
 
 
 class JudgingWorker:
@@ -333,21 +348,52 @@ class JudgingWorker:
 
     async def _look(self, rollout: Rollout, feedback: Sequence[Feedback], bench: _Bench) -> None:
         """One look at one rollout, with all that may come of it."""
-        evidence = build_evidence(rollout, feedback, self._settings.feedback_wait_s)
-        start = time.perf_counter()
         try:
+            failures = await self._failures(bench, rollout.id)
+            retry_at = self._retry_at(failures)
+            if retry_at is not None and retry_at > self._clock():
+                await self._store.postpone_judgement(rollout.id, self._owner, retry_at)
+                return
+            evidence = build_evidence(rollout, feedback, self._settings.feedback_wait_s)
+            start = time.perf_counter()
             try:
-                verdict = await self._ask(bench, evidence)
+                outcome: Verdict | JudgeError = await self._ask(bench, evidence)
             except JudgeError as error:
-                await self._record_failure(bench, rollout.id, error, time.perf_counter() - start)
+                outcome = error
+            draft = _Draft(rollout.id, 1 + len(failures), time.perf_counter() - start)
+            if isinstance(outcome, JudgeError):
+                await self._record_failure(bench, draft, outcome)
             else:
-                await self._record_verdict(bench, rollout.id, verdict, time.perf_counter() - start)
+                await self._record_verdict(bench, draft, outcome)
         except LeaseLost:
             logger.info("action=judgement_lease_lost rollout=%s", rollout.id)
         except StoreError as error:
             logger.warning(
                 "action=judgement_not_recorded rollout=%s error=%s", rollout.id, _describe(error)
             )
+
+    async def _failures(self, bench: _Bench, rollout_id: str) -> list[Judgement]:
+        """The judge's failures on a rollout since its last verdict, under this rubric version.
+
+        They are read from the store, so that a restart forgets none.
+        """
+        failures: list[Judgement] = []
+        for judgement in reversed(await self._store.list_judgements(rollout_id)):
+            if judgement.state is not JudgementState.ERROR:
+                break
+            if judgement.rubric_id == bench.rubric.id:
+                failures.append(judgement)
+        return failures[::-1]
+
+    def _retry_at(self, failures: Sequence[Judgement]) -> datetime | None:
+        """When a rollout may be looked at again; the same whoever asks, and after a restart."""
+        if not failures:
+            return None
+        last = failures[-1]
+        delay_s = full_jitter(
+            len(failures), self._retry_base_s, RETRY_CAP_S, random.Random(last.id)
+        )
+        return last.created_at + timedelta(seconds=delay_s)
 
     async def _ask(self, bench: _Bench, evidence: Evidence) -> Verdict:
         """The judge's verdict; JudgeError for everything else that can become of asking."""
@@ -368,69 +414,46 @@ class JudgingWorker:
             raise JudgeError("the judge waits until a time that has no time zone")
         return verdict
 
-    async def _record_verdict(
-        self, bench: _Bench, rollout_id: str, verdict: Verdict, latency_s: float
-    ) -> None:
+    async def _record_verdict(self, bench: _Bench, draft: _Draft, verdict: Verdict) -> None:
         bench.breaker.succeeded()
         if isinstance(verdict, Wait):
             # A judge that waits for the past must not have this worker spin.
             until = max(verdict.until, self._clock() + timedelta(seconds=POLL_S))
-            await self._store.postpone_judgement(rollout_id, self._owner, until)
+            await self._store.postpone_judgement(draft.rollout_id, self._owner, until)
         else:
-            attempts = 1 + await self._failed_looks(bench, rollout_id)
-            judgement = self._judgement(bench, rollout_id, verdict, latency_s, attempts)
-            await self._store.record_judgement(judgement, self._owner)
+            await self._record(bench, draft, verdict)
             self.judged += 1
         if self._alarm_may_be_open:
             await self._store.clear_alarm(ALARM)
             self._alarm_may_be_open = False
 
-    async def _record_failure(
-        self, bench: _Bench, rollout_id: str, error: JudgeError, latency_s: float
-    ) -> None:
+    async def _record_failure(self, bench: _Bench, draft: _Draft, error: JudgeError) -> None:
+        """Record it; `_retry_at` puts the next look off."""
         bench.breaker.failed()
         self.failed += 1
-        attempts = 1 + await self._failed_looks(bench, rollout_id)
+        n, said = draft.attempt, str(error)[:MAX_ERROR]
         logger.warning(
-            "action=judge_failed rollout=%s attempt=%d error=%s", rollout_id, attempts, error
+            "action=judge_failed rollout=%s attempt=%d error=%s", draft.rollout_id, n, said
         )
-        if attempts >= self._settings.max_attempts:
-            given_up = Expired(f"judge failed {attempts} times; the last time: {error}")
-            judgement = self._judgement(bench, rollout_id, given_up, latency_s, attempts)
-            await self._store.record_judgement(judgement, self._owner)
-        else:
-            judgement = self._judgement(bench, rollout_id, error, latency_s, attempts)
-            await self._store.record_judgement(judgement, self._owner)
-            delay_s = full_jitter(attempts, self._retry_base_s, RETRY_CAP_S)
-            until = self._clock() + timedelta(seconds=delay_s)
-            await self._store.postpone_judgement(rollout_id, self._owner, until)
         if bench.breaker.is_open:
             self._alarm_may_be_open = True
             await self._store.raise_alarm(
-                ALARM, f"{bench.rubric.judge} failed {bench.breaker.failures} times: {error}"
+                ALARM, f"{bench.rubric.judge} failed {bench.breaker.failures} times: {said}"
             )
+        if n >= self._settings.max_attempts:
+            await self._record(
+                bench, draft, Expired(f"judge failed {n} times; the last time: {said}")
+            )
+        else:
+            await self._record(bench, draft, JudgeError(said))
 
-    async def _failed_looks(self, bench: _Bench, rollout_id: str) -> int:
-        """The judge's failures on a rollout since its last verdict, under this rubric version."""
-        failures = 0
-        for judgement in reversed(await self._store.list_judgements(rollout_id)):
-            if judgement.state is not JudgementState.ERROR:
-                break
-            failures += judgement.rubric_id == bench.rubric.id
-        return failures
-
-    def _judgement(
-        self,
-        bench: _Bench,
-        rollout_id: str,
-        outcome: Scored | Unscorable | Expired | JudgeError,
-        latency_s: float,
-        attempts: int,
-    ) -> Judgement:
+    async def _record(
+        self, bench: _Bench, draft: _Draft, outcome: Scored | Unscorable | Expired | JudgeError
+    ) -> None:
         scored = outcome if isinstance(outcome, Scored) else None
-        return Judgement(
+        judgement = Judgement(
             id=new_id(JUDGEMENT_PREFIX),
-            rollout_id=rollout_id,
+            rollout_id=draft.rollout_id,
             created_at=self._clock(),
             rubric_id=bench.rubric.id,
             judge=bench.rubric.judge,
@@ -438,10 +461,11 @@ class JudgingWorker:
             quality=scored.quality if scored else None,
             style=scored.style if scored else None,
             reward=scored.reward if scored else None,
-            reason=str(outcome)[:300] if isinstance(outcome, JudgeError) else outcome.reason,
-            latency_s=latency_s,
-            attempts=attempts,
+            reason=str(outcome) if isinstance(outcome, JudgeError) else outcome.reason,
+            latency_s=draft.latency_s,
+            attempts=draft.attempt,
         )
+        await self._store.record_judgement(judgement, self._owner)
 
 
 def _state_of(outcome: Scored | Unscorable | Expired | JudgeError) -> JudgementState:
@@ -454,7 +478,7 @@ def _state_of(outcome: Scored | Unscorable | Expired | JudgeError) -> JudgementS
 
 def _describe(error: BaseException) -> str:
     """An error for a log line or a record, never at length."""
-    return f"{type(error).__name__}: {error}"[:300]
+    return f"{type(error).__name__}: {error}"[:MAX_ERROR]
 
 
 def _rubric_text(name_or_path: str) -> tuple[str, str]:
