@@ -403,7 +403,9 @@ class JudgingWorker:
                 verdict: object = await bench.judge.judge(evidence, bench.rubric)
         except JudgeError:
             raise
-        except Exception as error:  # A judge is user code: it may raise anything.
+        except (Exception, asyncio.CancelledError) as error:  # User code may raise anything.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
             if deadline.expired():
                 raise JudgeError(f"no verdict within {self._settings.timeout_s:g} s") from error
             logger.exception("action=judge_raised rollout=%s", evidence.rollout_id)

@@ -305,18 +305,27 @@ async def test_failures_under_an_older_rubric_version_are_forgiven(store: Memory
     [
         (ValueError("odd reply"), "ValueError: odd reply"),
         (TimeoutError("read"), "TimeoutError: read"),
+        (asyncio.CancelledError("pool closed"), "CancelledError: pool closed"),
         (0.5, "the judge returned a float, which is no verdict"),
         (None, "the judge returned a NoneType, which is no verdict"),
         (Wait(datetime(2026, 1, 1)), "the judge waits until a time that has no time zone"),
         (JudgeError("x" * 1000), "x" * 300),
     ],
-    ids=["raises", "its own timeout", "number", "nothing", "naive time", "long"],
+    ids=[
+        "raises",
+        "its own timeout",
+        "its own cancellation",
+        "number",
+        "nothing",
+        "naive time",
+        "long",
+    ],
 )
 async def test_whatever_else_a_judge_does_is_a_failure_and_never_a_reward(
     store: MemoryStore, answer: object, reason: str
 ) -> None:
     async def ask(evidence: Evidence, rubric: RubricVersion) -> object:
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
