@@ -12,12 +12,11 @@ from starlette.responses import JSONResponse, Response
 
 from online_sao import __version__
 from online_sao.errors import OnlineSaoError
+from online_sao.gateway import probe
 from online_sao.gateway.problems import RETRY_AFTER_S, error_type
 from online_sao.gateway.services import Services
 from online_sao.types import Alarm, Ledger
 
-CHECK_TIMEOUT_S = 2.0
-"""Longest one check may take; what has not answered by then counts as missing."""
 SCRAPE_CACHE_S = 1.0
 """Counts of the ledger are read at most this often: the endpoint is open to all."""
 
@@ -39,7 +38,7 @@ def health_router(services: Services) -> APIRouter:
 
     @router.get("/version")
     async def version() -> Response:
-        status = await _answer(services.probe.recent())
+        status = await services.probe.fresh()
         return JSONResponse(
             {
                 "version": __version__,
@@ -59,7 +58,7 @@ def health_router(services: Services) -> APIRouter:
 async def _answer(question: Awaitable[T]) -> T | None:
     """The answer in time, or None."""
     try:
-        async with asyncio.timeout(CHECK_TIMEOUT_S):
+        async with asyncio.timeout(probe.CHECK_TIMEOUT_S):
             return await question
     except (OnlineSaoError, TimeoutError):
         return None
@@ -114,7 +113,7 @@ class Scrape:
             if time.monotonic() - self._read_at < SCRAPE_CACHE_S:
                 return
             status, counts = await asyncio.gather(
-                _answer(self._services.probe.ask()), _answer(self._counts())
+                self._services.probe.fresh(), _answer(self._counts())
             )
             self._read_at = time.monotonic()
         metrics.engine_up.set(status is not None)

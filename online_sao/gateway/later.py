@@ -53,7 +53,7 @@ class Later:
         logger.error("action=late_write_dropped name=%s", name)
 
 
-async def uninterrupted(work: Coroutine[Any, Any, T]) -> T:
+async def uninterrupted(work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
     """The result of `work`, which runs to its end even if the caller is cancelled meanwhile.
 
     The cancellation is raised afterwards: a row is never left half known.

@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from online_sao.errors import EngineError
 from online_sao.gateway.problems import ApiError
 from online_sao.gateway.services import Services
 
@@ -18,10 +17,7 @@ def models_router(services: Services) -> APIRouter:
     created = int(time.time())
 
     async def model() -> dict[str, Any]:
-        try:
-            status = await services.probe.recent()
-        except EngineError:
-            status = None
+        status = await services.probe.fresh()
         return {
             "id": services.settings.policy.served_name,
             "object": "model",

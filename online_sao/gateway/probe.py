@@ -13,7 +13,9 @@ from online_sao.types import EngineStatus
 logger = logging.getLogger(__name__)
 
 REFRESH_AFTER_S = 1.0
-"""Older answers are renewed beside the request that finds them."""
+"""Older answers are renewed: by a chat beside its own work, by others before they answer."""
+CHECK_TIMEOUT_S = 2.0
+"""Longest a check may take; what has not answered by then counts as missing."""
 
 
 class EngineProbe:
@@ -22,14 +24,25 @@ class EngineProbe:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._last: EngineStatus | None = None
-        self._asked_at = -float("inf")
+        self._asked_at = self._answered_at = -float("inf")
         self._refresh: asyncio.Task[None] | None = None
 
     async def ask(self) -> EngineStatus:
         """The status now. Raises EngineError."""
         self._asked_at = time.monotonic()
         self._last = await self._engine.status()
+        self._answered_at = time.monotonic()
         return self._last
+
+    async def fresh(self) -> EngineStatus | None:
+        """A status at most a second old; None when the engine does not answer in time."""
+        if self._last is not None and time.monotonic() - self._answered_at < REFRESH_AFTER_S:
+            return self._last
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                return await self.ask()
+        except (EngineError, TimeoutError):
+            return None
 
     async def recent(self) -> EngineStatus:
         """The last status; if it is old, a new one is fetched in the background meanwhile.

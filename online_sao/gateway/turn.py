@@ -74,8 +74,7 @@ class Turn:
         """The whole turn. Errors of the engine and the database go to the sink."""
         try:
             async with asyncio.timeout(self._services.settings.service.request_timeout_s):
-                await self._insert()
-                await self._generate(await self._render(), sink)
+                await self._generate(await self._open(), sink)
             await self._complete(sink)
         except asyncio.CancelledError:
             await self._close_cancelled()
@@ -96,20 +95,24 @@ class Turn:
         finally:
             await self._close(Outcome.FAILED, error="internal_error")
 
-    async def _insert(self) -> None:
+    async def _open(self) -> RenderedPrompt:
+        """Insert the row and render the prompt, side by side; nothing is generated before both."""
+        insert = asyncio.ensure_future(self._services.store.insert_rollout(self.record.row()))
         try:
-            await uninterrupted(self._services.store.insert_rollout(self.record.row()))
-        except asyncio.CancelledError:
-            self._has_row = True  # the insert ran to its end all the same
-            raise
-        self._has_row = True
+            return await self._render()
+        finally:
+            try:
+                await uninterrupted(insert)
+            finally:
+                self._has_row = insert.exception() is None
 
     async def _render(self) -> RenderedPrompt:
         """The prompt's ids, with room for the reply. Raises ApiError or EngineError."""
         status = await self._services.probe.recent()
         prompt = await self._services.engine.render(self.record.request.messages)
         self.record.set_prompt(prompt)
-        length, context = len(prompt.token_ids), status.max_model_len
+        length = len(prompt.token_ids)
+        context = status.max_model_len or self._services.settings.policy.max_model_len
         wanted = self.record.request.sampling.max_tokens
         if length >= context:
             raise _too_long(

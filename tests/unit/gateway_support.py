@@ -78,6 +78,7 @@ class HandEngine:
     prompt_ids: tuple[int, ...] = (1, 2, 3, 4)
     max_model_len: int = 100
     boot_id: str = "boot-1"
+    version: int = 3
     seen: list[tuple[RenderedPrompt, Sampling, str]] = field(default_factory=list)
     rendered: list[tuple[Message, ...]] = field(default_factory=list)
     closed: dict[str, float] = field(default_factory=dict)
@@ -106,7 +107,7 @@ class HandEngine:
     async def status(self) -> EngineStatus:
         if self.status_error is not None:
             raise self.status_error
-        return EngineStatus(self.boot_id, 3, False, "hand", self.max_model_len)
+        return EngineStatus(self.boot_id, self.version, False, "hand", self.max_model_len)
 
 
 class FaultyStore(MemoryStore):

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -21,7 +22,9 @@ from openai import AsyncOpenAI
 
 from online_sao.errors import EngineUnavailable
 from online_sao.gateway.app import create_app
-from online_sao.interfaces import Engine
+from online_sao.interfaces import Engine, Store
+from online_sao.store.migrate import migrate
+from online_sao.store.sql import SqlStore
 from online_sao.types import LedgerState
 
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -47,11 +50,13 @@ async def until(ready: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 
 @asynccontextmanager
-async def live(engine: HandEngine | None = None, **service: Any) -> AsyncIterator[Live]:
-    engine, store = engine or HandEngine(), FaultyStore()
+async def live(
+    engine: HandEngine | None = None, store: Store | None = None, **service: Any
+) -> AsyncIterator[Live]:
+    engine, memory = engine or HandEngine(), FaultyStore()
     app = create_app(
         engine=cast(Engine, engine),
-        store=store,
+        store=store or memory,
         settings=settings_with(**service),
         admin_key=KEY,
     )
@@ -62,7 +67,7 @@ async def live(engine: HandEngine | None = None, **service: Any) -> AsyncIterato
     await until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Live(f"http://127.0.0.1:{port}", engine, store, server, serving)
+        yield Live(f"http://127.0.0.1:{port}", engine, memory, server, serving)
     finally:
         server.should_exit = True
         await serving
@@ -251,11 +256,17 @@ async def test_deep_nesting_is_refused_and_memory_stays_flat() -> None:
         assert time.monotonic() - began < 5
 
 
-async def test_thirty_slow_streams_over_sockets_leave_the_other_endpoints_answering() -> None:
+async def test_thirty_slow_streams_on_a_database_leave_the_other_endpoints_answering(
+    tmp_path: Path,
+) -> None:
+    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    migrate(url)
+    store = SqlStore(url)
+    await store.open()
     engine = HandEngine(reply_of(*"abcdefghij"), delay=0.1)
     limits = httpx.Limits(max_connections=100)
     async with (
-        live(engine) as service,
+        live(engine, store) as service,
         httpx.AsyncClient(headers=HEADERS, base_url=service.url, limits=limits) as client,
     ):
         body = {"model": "online-sao", "messages": HI, "stream": True}
@@ -267,7 +278,12 @@ async def test_thirty_slow_streams_over_sockets_leave_the_other_endpoints_answer
             began = time.monotonic()
             assert (await client.get(path)).status_code == 200
             assert time.monotonic() - began < 0.5
+        assert (await store.ledger()).counts[LedgerState.IN_FLIGHT] == 30
         assert [(await stream).status_code for stream in streams] == [200] * 30
+    ledger = await store.ledger()
+    await store.aclose()
+    assert ledger.counts[LedgerState.AWAITING_JUDGEMENT] == 30
+    assert ledger.adds_up
 
 
 _IMPORTS = """

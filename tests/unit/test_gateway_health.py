@@ -5,7 +5,7 @@ import pytest
 from gateway_support import FaultyStore, HandEngine, bench, error_of
 
 from online_sao.errors import DatabaseUnavailable, EngineUnavailable
-from online_sao.gateway import health
+from online_sao.gateway import probe
 from online_sao.types import EngineStatus
 
 
@@ -37,7 +37,7 @@ async def test_readiness_names_everything_that_is_missing() -> None:
 async def test_readiness_does_not_wait_for_an_engine_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(health, "CHECK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(probe, "CHECK_TIMEOUT_S", 0.05)
 
     class Hanging(HandEngine):
         async def status(self) -> EngineStatus:
@@ -140,6 +140,18 @@ async def test_models_are_listed_without_an_engine() -> None:
     async with bench(HandEngine(status_error=EngineUnavailable("x"))) as b:
         listed = await b.client.get("/v1/models")
     assert listed.json()["data"][0]["sao"]["policy_version"] is None
+
+
+async def test_the_version_shown_is_at_most_a_second_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench() as b:
+        assert (await b.client.get("/version")).json()["policy_version"] == 3
+        b.engine.version = 4
+        monkeypatch.setattr(probe, "REFRESH_AFTER_S", 0.0)
+        assert (await b.client.get("/version")).json()["policy_version"] == 4
+        models = (await b.client.get("/v1/models")).json()
+        b.engine.status_error = EngineUnavailable("x")
+        assert (await b.client.get("/version")).json()["policy_version"] is None
+    assert models["data"][0]["sao"]["policy_version"] == 4
 
 
 async def test_a_restarted_engine_is_known_by_its_new_boot_id() -> None:
