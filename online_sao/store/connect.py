@@ -12,6 +12,7 @@ cores). It also leaves nothing to cancel half-way.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,8 +40,10 @@ BUSY_TIMEOUT_MS = 10_000
 """How long SQLite waits for another process's write to end; ours take milliseconds."""
 READERS = 4
 """SQLite connections that read beside the one that writes."""
-RETRIES = 5
-"""Attempts at a transaction that lost a race for a unique number."""
+ATTEMPTS = 10
+"""Tries of a transaction that lost a race for a unique number."""
+BACKOFF_S = 0.01
+"""Longest pause before the second try; it grows with each, and is random, to part the racers."""
 
 _RACES = ("40001", "40P01")
 """SQLSTATE of a serialization failure and of a deadlock: another try settles them."""
@@ -222,11 +225,11 @@ class PostgresDatabase:
 
     async def write(self, work: Work[T], *, durable: bool = False) -> T:
         """Run `work`; again, if it lost a race (PostgreSQL's commits are all durable)."""
-        for _ in range(RETRIES - 1):
+        for attempt in range(1, ATTEMPTS):
             try:
                 return await self._whole(self._engine, work)
             except (_Taken, _Contended):
-                continue
+                await asyncio.sleep(random.uniform(0, attempt * BACKOFF_S))
         return await self._whole(self._engine, work)
 
     async def aclose(self) -> None:

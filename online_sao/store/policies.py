@@ -82,21 +82,18 @@ def live_version(conn: sa.Connection) -> PolicyVersion | None:
 
 def mark_live(conn: sa.Connection, now: datetime, number: int, delivery: JSON) -> None:
     """See `Store.mark_live`; an older number is a rollback and supersedes nothing newer."""
-    states = dict(
-        conn.execute(
-            sa.select(PolicyVersionRow.number, PolicyVersionRow.state)
-            .where(
-                sa.or_(
-                    PolicyVersionRow.number == number,
-                    PolicyVersionRow.state.in_((VersionState.STABLE, VersionState.LIVE)),
-                )
+    rows = conn.execute(
+        sa.select(PolicyVersionRow.number, PolicyVersionRow.state)
+        .where(
+            sa.or_(
+                PolicyVersionRow.number == number,
+                PolicyVersionRow.state.in_((VersionState.STABLE, VersionState.LIVE)),
             )
-            .order_by(PolicyVersionRow.number)
-            .with_for_update()
         )
-        .tuples()
-        .all()
+        .order_by(PolicyVersionRow.number)
+        .with_for_update()
     )
+    states = {row.number: row.state for row in rows}
     if number not in states:
         raise UnknownRecord(f"there is no policy version {number}")
     if states[number] is VersionState.WITHDRAWN:
@@ -152,6 +149,7 @@ def lineage_back(conn: sa.Connection, depth: int) -> dict[int, int]:
         .join(walk, walk.c.parent == PolicyVersionRow.number)
         .where(walk.c.steps < depth)
     )
-    parents = dict(conn.execute(sa.select(walk.c.number, walk.c.parent)).tuples().all())
+    rows = conn.execute(sa.select(walk.c.number, walk.c.parent))
+    parents = {row.number: row.parent for row in rows}
     steps = lineage(parents, newest)
     return {number: step for number, step in steps.items() if step <= depth}
