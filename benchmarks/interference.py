@@ -27,8 +27,8 @@ from online_sao import wiring
 from online_sao.config import Settings, load_settings
 from online_sao.errors import EngineError
 from online_sao.interfaces import Engine, Store
+from online_sao.ports import free_port
 from online_sao.running import RunningService
-from online_sao.service import free_port
 from online_sao.types import LedgerState, Message, Sampling
 
 console = Console(stderr=True)

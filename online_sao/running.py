@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import httpx
 
 from online_sao.config import ENV_ADMIN_KEY
 from online_sao.errors import OnlineSaoError
+from online_sao.ports import free_port
 
 KEY = "sk-sao-local"
 STOP_TIMEOUT_S = 180.0
@@ -43,7 +43,7 @@ class RunningService:
         self._args = list(args)
         self._env = {**os.environ, ENV_ADMIN_KEY: KEY, **(env or {})}
         self._start_timeout_s = start_timeout_s
-        self._port = _free_port()
+        self._port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -110,9 +110,3 @@ class RunningService:
             if error is None:
                 self.stop()
             self.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

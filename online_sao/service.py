@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,13 @@ from online_sao import wiring
 from online_sao.config import Settings, to_toml
 from online_sao.datafolder import DataFolder
 from online_sao.errors import (
-    ConfigError,
     DatabaseUnavailable,
     EngineError,
-    ModelError,
     OnlineSaoError,
 )
 from online_sao.interfaces import Engine, Store
 from online_sao.manifest import Manifest
+from online_sao.ports import Listening, free_port, listen
 from online_sao.supervisor import Child, ChildSpec
 from online_sao.types import new_uuid7, utc_now
 
@@ -49,44 +46,6 @@ LEASE_RECOVERY_S = 10
 ENGINE_PROBE_S = 5
 PRUNE_S = 10
 RETENTION_S = 3600
-
-
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """A bound socket, so that a taken port is known before anything is started."""
-
-    sock: socket.socket
-    host: str
-    port: int
-
-    @property
-    def url(self) -> str:
-        """Where clients find the service."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
-
-
-def listen(host: str, port: int) -> Listening:
-    """Bind. Raises ConfigError when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(1024)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --port"
-        ) from None
-    return Listening(sock, host, sock.getsockname()[1])
-
-
-def free_port() -> int:
-    """A port of the loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Service:
@@ -297,26 +256,6 @@ def _guarded(name: str, work: Callable[[], Awaitable[object]]) -> Callable[[], A
     return job
 
 
-async def prepare_model(settings: Settings) -> None:
-    """Make version 0 in the data folder, if it is not there yet. Raises ModelError.
-
-    In a process of its own: this one must never load torch.
-    """
-    folder = DataFolder(settings.service.data)
-    if (folder.model / "manifest.json").exists():
-        return
-    if settings.engine.kind == "scripted":
-        trainer = await asyncio.to_thread(wiring.make_trainer, settings)
-        await asyncio.to_thread(trainer.export_policy, folder.model)
-        return
-    process = await asyncio.create_subprocess_exec(*wiring.prepare_command(settings, folder.model))
-    if await process.wait() != 0:
-        raise ModelError(
-            f"the model {settings.policy.model!r} could not be prepared (see above); name another "
-            "with ONLINE_SAO_POLICY__MODEL or [policy] model"
-        )
-
-
 async def up(
     settings: Settings, admin_key: str | None, stop: asyncio.Event, say: Callable[[str], None]
 ) -> None:
@@ -337,7 +276,7 @@ async def up(
         )
         folder.running_settings.write_text(to_toml(bound))
         await asyncio.to_thread(wiring.migrate, settings)
-        await prepare_model(settings)
+        await wiring.prepare_model(settings)
         engine_threads, learner_threads = wiring.split_cores(settings)
         say(
             f"Cores: {wiring.cores()}; engine {engine_threads} thread(s), "

@@ -6,6 +6,7 @@ needs: the serving process never sees torch.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import sys
@@ -15,7 +16,7 @@ from typing import Any, cast
 
 from online_sao.config import ENV_PREFIX, Settings
 from online_sao.datafolder import DataFolder
-from online_sao.errors import ConfigError
+from online_sao.errors import ConfigError, ModelError
 from online_sao.interfaces import Engine, Store, Trainer
 
 STORE = "online_sao.store.sql:SqlStore"
@@ -75,7 +76,7 @@ def make_judging_worker(settings: Settings, store: Store, owner: str) -> Any:
 
 def load_rubric(settings: Settings) -> Any:
     """The configured rubric: name, judge, criteria, checked."""
-    return load("online_sao.judging:load_rubric")(settings.judging.rubric)
+    return load("online_sao.rubrics:load_rubric")(settings.judging.rubric)
 
 
 def make_publisher(settings: Settings, store: Store, engine: Engine) -> Any:
@@ -122,6 +123,26 @@ def prepare_command(settings: Settings, out: Path) -> list[str]:
         "--model", settings.policy.model, "--out", str(out),
         "--max-model-len", str(settings.policy.max_model_len), "--dtype", settings.engine.dtype,
     ]  # fmt: skip
+
+
+async def prepare_model(settings: Settings) -> None:
+    """Make version 0 in the data folder, if it is not there yet. Raises ModelError.
+
+    In a process of its own: this one must never load torch.
+    """
+    folder = DataFolder(settings.service.data)
+    if (folder.model / "manifest.json").exists():
+        return
+    if settings.engine.kind == "scripted":
+        trainer = await asyncio.to_thread(make_trainer, settings)
+        await asyncio.to_thread(trainer.export_policy, folder.model)
+        return
+    process = await asyncio.create_subprocess_exec(*prepare_command(settings, folder.model))
+    if await process.wait() != 0:
+        raise ModelError(
+            f"the model {settings.policy.model!r} could not be prepared (see above); name another "
+            "with ONLINE_SAO_POLICY__MODEL or [policy] model"
+        )
 
 
 def learner_command(settings_file: Path) -> list[str]:

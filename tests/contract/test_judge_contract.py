@@ -17,7 +17,7 @@ from judges.feedback import FeedbackJudge
 from judges.rules import RULES, RulesJudge
 from online_sao.errors import JudgeError
 from online_sao.interfaces import Judge
-from online_sao.judging import load_judge, load_rubric, shipped_rubrics
+from online_sao.rubrics import load_judge, load_rubric, shipped_rubrics
 from online_sao.types import (
     JSON,
     Evidence,

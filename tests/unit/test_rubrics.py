@@ -8,7 +8,7 @@ import pytest
 
 from online_sao.errors import ConfigError
 from online_sao.interfaces import Judge
-from online_sao.judging import RubricFile, load_judge, load_rubric, read_rubric, shipped_rubrics
+from online_sao.rubrics import RubricFile, load_judge, load_rubric, read_rubric, shipped_rubrics
 
 GOOD = """
 name = "mine"
