@@ -6,16 +6,16 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
 
 import httpx
 from fastapi import FastAPI
 
 from online_sao.config import Settings, load_settings
+from online_sao.engines.scripted import ScriptedEngine
 from online_sao.gateway.app import create_app
-from online_sao.interfaces import Engine
 from online_sao.store.memory import MemoryStore
 from online_sao.types import (
     JSON,
@@ -65,31 +65,37 @@ def reply_of(
     return chunks
 
 
-@dataclass
-class HandEngine:
-    """Answers each chat with the given chunks, `delay` seconds apart."""
+class HandEngine(ScriptedEngine):
+    """The shipped double, whose replies a test may write by hand, chunk by chunk.
 
-    chunks: list[ReplyChunk] = field(default_factory=lambda: reply_of("Hello", " there", "."))
-    delay: float = 0.0
-    error: Exception | None = None
-    error_after: int = 0
-    render_error: Exception | None = None
-    status_error: Exception | None = None
-    prompt_ids: tuple[int, ...] = (1, 2, 3, 4)
-    max_model_len: int = 100
-    boot_id: str = "boot-1"
-    version: int = 3
-    seen: list[tuple[RenderedPrompt, Sampling, str]] = field(default_factory=list)
-    rendered: list[tuple[Message, ...]] = field(default_factory=list)
-    closed: dict[str, float] = field(default_factory=dict)
+    `chunks` None: the double's own reply. `delay` is between hand-written chunks; `error` is
+    raised before chunk `error_after`.
+    """
+
+    def __init__(
+        self,
+        chunks: list[ReplyChunk] | None = None,
+        *,
+        delay: float = 0.0,
+        error: Exception | None = None,
+        error_after: int = 0,
+        version: int = 3,
+        **options: Any,
+    ) -> None:
+        super().__init__(version=version, max_model_len=100, **options)
+        self.chunks = reply_of("Hello", " there", ".") if chunks is None else chunks
+        self.delay, self.error, self.error_after = delay, error, error_after
+        self.changed: dict[str, Any] = {}
+        """What `status` says instead."""
+        self.seen: list[tuple[RenderedPrompt, Sampling, str]] = []
+        self.rendered: list[tuple[Message, ...]] = []
+        self.closed: dict[str, float] = {}
 
     async def render(
         self, messages: Sequence[Message], *, tools: Sequence[JSON] = ()
     ) -> RenderedPrompt:
         self.rendered.append(tuple(messages))
-        if self.render_error is not None:
-            raise self.render_error
-        return RenderedPrompt(self.prompt_ids)
+        return await super().render(messages, tools=tools)
 
     async def generate(
         self, prompt: RenderedPrompt, sampling: Sampling, *, request_id: str
@@ -105,9 +111,7 @@ class HandEngine:
             self.closed[request_id] = asyncio.get_running_loop().time()
 
     async def status(self) -> EngineStatus:
-        if self.status_error is not None:
-            raise self.status_error
-        return EngineStatus(self.boot_id, self.version, False, "hand", self.max_model_len)
+        return replace(await super().status(), **self.changed)
 
 
 class FaultyStore(MemoryStore):
@@ -152,12 +156,15 @@ class FaultyStore(MemoryStore):
             await asyncio.sleep(self.delay)
 
 
+E = TypeVar("E", bound=ScriptedEngine)
+
+
 @dataclass
-class Bench:
+class Bench(Generic[E]):
     """An app with its doubles and a client that carries the key."""
 
     app: FastAPI
-    engine: HandEngine
+    engine: E
     store: FaultyStore
     client: httpx.AsyncClient
 
@@ -178,13 +185,13 @@ def settings_with(**service: Any) -> Settings:
 
 
 @asynccontextmanager
-async def bench(
-    engine: HandEngine | None = None, store: FaultyStore | None = None, **service: Any
-) -> AsyncIterator[Bench]:
-    engine = engine or HandEngine()
+async def bench_on(
+    engine: E, store: FaultyStore | None = None, **service: Any
+) -> AsyncIterator[Bench[E]]:
+    """An app over any double of the engine."""
     store = store or FaultyStore()
     app = create_app(
-        engine=cast(Engine, engine),
+        engine=engine,
         store=store,
         settings=settings_with(**service),
         admin_key=KEY,
@@ -195,6 +202,13 @@ async def bench(
         httpx.AsyncClient(transport=transport, base_url="http://t", headers=HEADERS) as client,
     ):
         yield Bench(app, engine, store, client)
+
+
+def bench(
+    engine: HandEngine | None = None, store: FaultyStore | None = None, **service: Any
+) -> AbstractAsyncContextManager[Bench[HandEngine]]:
+    """An app over replies written by hand."""
+    return bench_on(engine or HandEngine(), store, **service)
 
 
 def events_of(response: httpx.Response) -> list[Any]:

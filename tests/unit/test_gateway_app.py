@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import openai
@@ -22,7 +22,7 @@ from openai import AsyncOpenAI
 
 from online_sao.errors import EngineUnavailable
 from online_sao.gateway.app import create_app
-from online_sao.interfaces import Engine, Store
+from online_sao.interfaces import Store
 from online_sao.store.migrate import migrate
 from online_sao.store.sql import SqlStore
 from online_sao.types import LedgerState
@@ -55,7 +55,7 @@ async def live(
 ) -> AsyncIterator[Live]:
     engine, memory = engine or HandEngine(), FaultyStore()
     app = create_app(
-        engine=cast(Engine, engine),
+        engine=engine,
         store=store or memory,
         settings=settings_with(**service),
         admin_key=KEY,
@@ -82,7 +82,7 @@ async def test_the_openai_sdk_gets_a_reply_with_its_id_and_policy() -> None:
     assert reply.choices[0].message.content == "Hello there."
     assert reply.choices[0].finish_reason == "stop"
     assert reply.usage is not None
-    assert reply.usage.total_tokens == 7
+    assert reply.usage.total_tokens == 24
     assert reply.choices[0].logprobs is not None
     assert reply.choices[0].logprobs.content is not None
     assert [t.logprob for t in reply.choices[0].logprobs.content] == [-0.1, -0.2, -0.3]

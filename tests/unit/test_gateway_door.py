@@ -2,8 +2,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from gateway_support import CHAT, KEY, HandEngine, bench, error_of, reply_of
+from gateway_support import CHAT, KEY, HandEngine, bench, bench_on, error_of, reply_of
 
+from online_sao.engines.scripted import ScriptedEngine
 from online_sao.gateway.auth import Keys
 
 
@@ -96,7 +97,7 @@ async def test_a_body_that_grows_too_large_is_refused_at_the_limit(path: str) ->
 
 
 async def test_a_body_at_the_limit_is_read() -> None:
-    async with bench(max_body_bytes=2000) as b:
+    async with bench_on(ScriptedEngine(), max_body_bytes=2000) as b:
         text = "x" * 1900
         fits = await b.chat(text)
         too_large = await b.chat(text + "x" * 100)

@@ -28,12 +28,14 @@ def id_at(seconds_from_now: float) -> str:
     return f"chatcmpl-{uuid.UUID(int=value)}"
 
 
-async def say(b: Bench, inference_id: str, metric: str, value: Any, **more: Any) -> httpx.Response:
+async def say(
+    b: Bench[HandEngine], inference_id: str, metric: str, value: Any, **more: Any
+) -> httpx.Response:
     body = {"inference_id": inference_id, "metric_name": metric, "value": value, **more}
     return await b.client.post("/v1/feedback", json=body)
 
 
-async def reply_id(b: Bench) -> str:
+async def reply_id(b: Bench[HandEngine]) -> str:
     return str((await b.chat()).json()["id"])
 
 

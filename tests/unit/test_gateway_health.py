@@ -9,6 +9,12 @@ from online_sao.gateway import probe
 from online_sao.types import EngineStatus
 
 
+def gone() -> HandEngine:
+    engine = HandEngine()
+    engine.faults.unavailable = True
+    return engine
+
+
 async def test_a_ready_service_says_which_version_it_serves() -> None:
     async with bench() as b:
         b.client.headers.pop("authorization")
@@ -23,7 +29,7 @@ async def test_a_ready_service_says_which_version_it_serves() -> None:
 async def test_readiness_names_everything_that_is_missing() -> None:
     store = FaultyStore()
     store.failing = DatabaseUnavailable("secret host")
-    async with bench(HandEngine(status_error=EngineUnavailable("x")), store) as b:
+    async with bench(gone(), store) as b:
         ready = await b.client.get("/readyz")
         alive = await b.client.get("/healthz")
     assert (ready.status_code, alive.status_code) == (503, 200)
@@ -68,7 +74,7 @@ async def test_metrics_count_what_happened() -> None:
         'sao_chats_total{outcome="refused"} 1.0',
         'sao_chats_total{outcome="failed"} 1.0',
         'sao_not_trainable_total{reason="greedy"} 1.0',
-        'sao_tokens_total{kind="prompt"} 12.0',
+        'sao_tokens_total{kind="prompt"} 63.0',
         'sao_tokens_total{kind="reply"} 6.0',
         "sao_first_token_seconds_count 2.0",
         "sao_reply_seconds_count 2.0",
@@ -137,7 +143,7 @@ async def test_models_lists_the_one_model_and_knows_no_other() -> None:
 
 
 async def test_models_are_listed_without_an_engine() -> None:
-    async with bench(HandEngine(status_error=EngineUnavailable("x"))) as b:
+    async with bench(gone()) as b:
         listed = await b.client.get("/v1/models")
     assert listed.json()["data"][0]["sao"]["policy_version"] is None
 
@@ -145,11 +151,11 @@ async def test_models_are_listed_without_an_engine() -> None:
 async def test_the_version_shown_is_at_most_a_second_old(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench() as b:
         assert (await b.client.get("/version")).json()["policy_version"] == 3
-        b.engine.version = 4
+        b.engine.changed["version"] = 4
         monkeypatch.setattr(probe, "REFRESH_AFTER_S", 0.0)
         assert (await b.client.get("/version")).json()["policy_version"] == 4
         models = (await b.client.get("/v1/models")).json()
-        b.engine.status_error = EngineUnavailable("x")
+        b.engine.faults.unavailable = True
         assert (await b.client.get("/version")).json()["policy_version"] is None
     assert models["data"][0]["sao"]["policy_version"] == 4
 
@@ -157,7 +163,7 @@ async def test_the_version_shown_is_at_most_a_second_old(monkeypatch: pytest.Mon
 async def test_a_restarted_engine_is_known_by_its_new_boot_id() -> None:
     async with bench() as b:
         await b.chat()
-        b.engine.boot_id = "boot-2"
+        b.engine.changed["boot_id"] = "boot-2"
         await b.client.get("/readyz")
         answer = (await b.chat()).json()
         rollout = await b.rollout(answer["id"])
@@ -171,7 +177,7 @@ async def test_an_old_status_is_renewed_beside_the_request_that_finds_it(
     monkeypatch.setattr("online_sao.gateway.probe.REFRESH_AFTER_S", 0.0)
     async with bench(HandEngine(delay=0.02)) as b:
         await b.chat()
-        b.engine.boot_id = "boot-2"
+        b.engine.changed["boot_id"] = "boot-2"
         answer = (await b.chat()).json()
         rollout = await b.rollout(answer["id"])
     assert rollout.completion is not None

@@ -3,8 +3,9 @@ import json
 from typing import Any
 
 import pytest
-from gateway_support import HandEngine, bench, events_of, reply_of
+from gateway_support import HandEngine, bench, bench_on, events_of, reply_of
 
+from online_sao.engines.scripted import ScriptedEngine
 from online_sao.errors import EngineTimeout
 from online_sao.gateway import replies
 from online_sao.types import ReplyChunk, TokenText, TopLogprob, VersionSpan
@@ -28,7 +29,7 @@ async def test_a_reply_has_openais_shape_and_ours_beside_it() -> None:
                 "finish_reason": "stop",
             }
         ],
-        "usage": {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7},
+        "usage": {"prompt_tokens": 21, "completion_tokens": 3, "total_tokens": 24},
         "sao": {
             "inference_id": rollout_id,
             "policy_version": 3,
@@ -76,20 +77,20 @@ async def test_usage_comes_in_a_chunk_of_its_own_only_when_asked_for() -> None:
     *chunks, last, done = events_of(answer)
     assert done == "[DONE]"
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    assert last["usage"] == {"prompt_tokens": 21, "completion_tokens": 3, "total_tokens": 24}
     assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
 
 
-async def test_an_emoji_split_over_two_tokens_comes_whole_streamed_and_not() -> None:
-    # The engine holds the text back until the character is whole; so must what we send.
-    chunks = reply_of("ok ", "", "\U0001f600", "!", ids=[1, 2, 3, 4])
-    async with bench(HandEngine(chunks)) as b:
+async def test_an_emoji_split_over_tokens_comes_whole_streamed_and_not() -> None:
+    # The double's tokens are bytes: the emoji is four of them.
+    async with bench_on(ScriptedEngine(replies=["ok \U0001f600!"])) as b:
         streamed = events_of(await b.chat(stream=True))[:-1]
         whole = (await b.chat()).json()["choices"][0]["message"]["content"]
+        stored = [end.reply_ids for end in b.store.ends.values()]
     texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in streamed]
     assert "".join(texts) == whole == "ok \U0001f600!"
-    assert not any("\ufffd" in text for text in texts)
-    assert texts == ["", "ok ", "\U0001f600", "!", ""]
+    assert texts == ["", "o", "k", " ", "\U0001f600", "!", ""]
+    assert stored == [(*"ok \U0001f600!".encode(), 257)] * 2
 
 
 async def test_logprobs_are_shown_only_when_asked_for_with_their_alternatives() -> None:

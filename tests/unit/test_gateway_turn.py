@@ -10,11 +10,13 @@ from gateway_support import (
     FaultyStore,
     HandEngine,
     bench,
+    bench_on,
     error_of,
     events_of,
     reply_of,
 )
 
+from online_sao.engines.scripted import ScriptedEngine
 from online_sao.errors import (
     DatabaseUnavailable,
     EngineRefused,
@@ -37,17 +39,23 @@ from online_sao.types import (
     utc_now,
 )
 
+TURN, END = 256, 257
+"""The shipped double's markers; its other tokens are bytes."""
+
 
 async def test_a_reply_is_stored_as_the_engine_gave_it_and_awaits_judgement() -> None:
     async with bench() as b:
         body = (await b.chat()).json()
         rollout = await b.rollout(body["id"])
+        boot_id = (await b.engine.status()).boot_id
     assert rollout.state is LedgerState.AWAITING_JUDGEMENT
     assert rollout.request.messages == (Message("user", "Hi"),)
     end = rollout.completion
     assert end is not None
-    assert (end.text, end.finish_reason, end.engine) == ("Hello there.", "stop", "boot-1")
-    assert end.prompt_ids == (1, 2, 3, 4)
+    assert (end.text, end.finish_reason) == ("Hello there.", "stop")
+    # The double's template in bytes: <turn> user: Hi <end> <turn> assistant:
+    assert end.prompt_ids == (TURN, *b"user: Hi", END, TURN, *b"assistant:")
+    assert end.engine == boot_id
     assert end.reply_ids == (10, 11, 12)
     assert end.logprobs == (-0.1, -0.2, -0.3)
     assert end.version_spans == (VersionSpan(3, 0, 3),)
@@ -81,37 +89,51 @@ async def test_a_text_that_would_retokenize_differently_keeps_the_engines_ids() 
 
 
 async def test_an_end_of_turn_id_that_has_no_text_is_kept_with_its_logprob() -> None:
-    chunks = reply_of("Hi", "", ids=[7, 49154])
-    async with bench(HandEngine(chunks)) as b:
+    async with bench_on(ScriptedEngine(replies=["Hi"])) as b:
         body = (await b.chat()).json()
         rollout = await b.rollout(body["id"])
     assert body["choices"][0]["message"]["content"] == "Hi"
-    assert body["usage"]["completion_tokens"] == 2
+    assert body["usage"]["completion_tokens"] == 3
     assert rollout.completion is not None
-    assert rollout.completion.reply_ids == (7, 49154)
-    assert rollout.completion.logprobs == (-0.1, -0.2)
+    assert rollout.completion.reply_ids == (*b"Hi", END)
+    assert len(rollout.completion.logprobs) == 3
+    assert body["sao"]["trainable"] is True
 
 
-async def test_a_stop_string_leaves_the_text_and_stays_in_ids_and_logprobs() -> None:
-    # "Yes EN" + "D." hit the stop string "END" in mid-token: the engine's text ends before it.
-    chunks = reply_of("Yes ", "", "", ids=[5, 6, 7])
-    async with bench(HandEngine(chunks)) as b:
-        body = (await b.chat(stop="END")).json()
-        rollout = await b.rollout(body["id"])
-        assert b.engine.seen[0][1].stop == ("END",)
-    assert body["choices"][0]["message"]["content"] == "Yes "
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_leaves_the_text_and_stays_in_ids_and_logprobs(stream: bool) -> None:
+    async with bench_on(ScriptedEngine(replies=["Yes END no"])) as b:
+        answer = await b.chat(stop="END", stream=stream)
+        rollout = await b.only_rollout()
+    if stream:
+        shown = "".join(e["choices"][0]["delta"].get("content", "") for e in events_of(answer)[:-1])
+    else:
+        shown = answer.json()["choices"][0]["message"]["content"]
+    assert shown == "Yes "
     assert rollout.completion is not None
-    assert len(rollout.completion.reply_ids) == len(rollout.completion.logprobs) == 3
+    assert rollout.completion.reply_ids == tuple(b"Yes END")
+    assert len(rollout.completion.logprobs) == 7
+    assert rollout.completion.finish_reason == "stop"
+    assert rollout.state is LedgerState.AWAITING_JUDGEMENT
 
 
 async def test_streamed_or_not_the_same_ids_and_logprobs_are_stored() -> None:
-    async with bench() as b:
+    async with bench_on(ScriptedEngine()) as b:
         whole = (await b.chat(temperature=0)).json()["id"]
         streamed = events_of(await b.chat(temperature=0, stream=True))[0]["id"]
         one, two = (await b.rollout(whole)).completion, (await b.rollout(streamed)).completion
     assert one is not None
     assert two is not None
+    assert len(one.reply_ids) > 5
     assert (one.reply_ids, one.logprobs, one.text) == (two.reply_ids, two.logprobs, two.text)
+
+
+async def test_a_reply_cut_at_max_tokens_says_length_and_is_trainable() -> None:
+    async with bench_on(ScriptedEngine(replies=["abcdef"])) as b:
+        body = (await b.chat(max_tokens=3)).json()
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["choices"][0]["message"]["content"] == "abc"
+    assert body["sao"]["trainable"] is True
 
 
 @pytest.mark.parametrize("bad", [NAN, -float("inf"), -9999.0, 1e-9])
@@ -143,16 +165,18 @@ async def test_a_logprob_that_is_no_number_is_served_and_not_trained_on(
 
 
 async def test_one_logprob_too_few_is_served_counted_and_never_padded() -> None:
-    engine = HandEngine(reply_of("a", "b", "c", logprobs=[-0.5, -0.25]))
-    async with bench(engine) as b:
-        answer = await b.chat()
+    engine = ScriptedEngine(replies=["ab"])
+    engine.faults.drop_last_logprob = True
+    async with bench_on(engine) as b:
+        answer = await b.chat(logprobs=True)
         rollout = await b.only_rollout()
         metrics = (await b.client.get("/metrics")).text
     assert answer.status_code == 200
     assert answer.json()["sao"]["trainable_reason"] == "logprob_missing"
+    assert answer.json()["choices"][0]["logprobs"]["content"][2]["logprob"] == -9999.0
     assert rollout.completion is not None
-    assert len(rollout.completion.reply_ids) == 3
-    assert rollout.completion.logprobs == (-0.5, -0.25)
+    assert rollout.completion.reply_ids == (*b"ab", END)
+    assert len(rollout.completion.logprobs) == 2
     assert 'sao_not_trainable_total{reason="logprob_missing"} 1.0' in metrics
 
 
@@ -243,6 +267,20 @@ async def test_an_engine_error_before_the_first_byte_is_an_http_error(
     assert (rollout.state, rollout.reason) == (LedgerState.FAILED, word)
 
 
+async def test_an_engine_that_dies_in_mid_stream_fails_that_chat_alone() -> None:
+    engine = ScriptedEngine(replies=["abcdef"])
+    engine.faults.die_after = 3
+    async with bench_on(engine) as b:
+        answer = await b.chat(stream=True)
+        rollout = await b.only_rollout()
+        engine.faults.die_after = None
+        assert (await b.chat()).status_code == 200
+    assert events_of(answer)[-1]["error"]["code"] == "engine_error"
+    assert (rollout.state, rollout.reason) == (LedgerState.FAILED, "engine_unavailable")
+    assert rollout.completion is not None
+    assert rollout.completion.reply_ids == tuple(b"abc")
+
+
 async def test_an_engine_error_in_mid_stream_is_an_event_and_no_done_follows() -> None:
     async with bench(HandEngine(error=EngineUnavailable("x"), error_after=2)) as b:
         answer = await b.chat(stream=True)
@@ -275,34 +313,34 @@ async def test_a_reply_that_the_engine_gave_up_is_not_trained_on() -> None:
 
 
 async def test_a_chat_that_the_template_refuses_is_a_400_with_its_words() -> None:
-    refused = EngineRefused("roles must alternate", param="messages")
-    async with bench(HandEngine(render_error=refused)) as b:
+    async with bench() as b:
         for messages in (
             [{"role": "assistant", "content": "I begin"}],
             [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}],
         ):
             answer = await b.client.post(CHAT, json={"model": "online-sao", "messages": messages})
             assert answer.status_code == 400
-            assert error_of(answer)["message"] == "roles must alternate"
+            assert error_of(answer)["message"] == "roles must alternate, the user first"
             assert error_of(answer)["param"] == "messages"
+        assert b.engine.seen == []
 
 
-async def test_a_token_id_the_engine_refuses_is_a_400_naming_logit_bias() -> None:
-    refused = EngineRefused("token id 999999999 is not in the vocabulary", param="logit_bias")
-    async with bench(HandEngine(error=refused)) as b:
+async def test_a_token_id_the_engine_refuses_is_a_400_and_the_engine_lives() -> None:
+    async with bench_on(ScriptedEngine()) as b:
         answer = await b.chat(logit_bias={"999999999": 5})
-        assert b.engine.seen[0][1].logit_bias == ((999999999, 5.0),)
-        b.engine.error = None
+        rollout = await b.only_rollout()
         assert (await b.chat()).status_code == 200
     assert (answer.status_code, error_of(answer)["param"]) == (400, "logit_bias")
+    assert (rollout.state, rollout.reason) == (LedgerState.FAILED, "invalid_value")
 
 
 async def test_a_reply_no_context_could_hold_is_refused_with_both_numbers() -> None:
     async with bench() as b:
         answer = await b.chat(max_tokens=10**9)
         rollout = await b.only_rollout()
-        fits = await b.chat(max_tokens=96)
-        too_many = await b.chat(max_tokens=97)
+        # The prompt has 21 tokens, the context 100.
+        fits = await b.chat(max_tokens=79)
+        too_many = await b.chat(max_tokens=80)
     error = error_of(answer)
     assert (answer.status_code, error["code"], error["param"]) == (
         400,
@@ -316,25 +354,34 @@ async def test_a_reply_no_context_could_hold_is_refused_with_both_numbers() -> N
 
 
 async def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None:
-    async with bench(HandEngine(prompt_ids=tuple(range(100)))) as b:
+    engine = HandEngine()
+    engine.changed["max_model_len"] = 20
+    async with bench(engine) as b:
         answer = await b.chat()
         assert b.engine.seen == []
     error = error_of(answer)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-    assert error["message"].count("100 tokens") == 2
+    assert "21 tokens" in error["message"]
+    assert "20 tokens" in error["message"]
 
 
 async def test_the_engines_own_refusal_of_a_long_prompt_is_passed_on() -> None:
-    words = "the prompt has 3000 tokens, the context holds 100"
-    refused = EngineRefused(words, param="messages", code="context_length_exceeded")
-    async with bench(HandEngine(render_error=refused)) as b:
-        answer = await b.chat()
-    assert error_of(answer) == {
-        "message": words,
-        "type": "invalid_request_error",
-        "param": "messages",
-        "code": "context_length_exceeded",
-    }
+    async with bench() as b:
+        answer = await b.chat("x" * 200)
+    error = error_of(answer)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert "100 tokens" in error["message"]
+    assert "219 tokens" in error["message"]
+
+
+async def test_an_engine_that_does_not_tell_its_context_is_held_to_the_settings() -> None:
+    engine = HandEngine()
+    engine.changed["max_model_len"] = 0
+    async with bench(engine) as b:
+        fits = await b.chat(max_tokens=2048 - 21)
+        too_many = await b.chat(max_tokens=2048 - 20)
+    assert (fits.status_code, too_many.status_code) == (200, 400)
+    assert "2048 tokens" in error_of(too_many)["message"]
 
 
 async def test_a_reply_that_takes_too_long_is_a_504_and_frees_the_engine() -> None:
@@ -386,7 +433,7 @@ async def test_an_error_nobody_foresaw_closes_the_row_and_says_nothing_of_itself
 class LeavingClient:
     """An ASGI client that sends one chat and leaves after so many body messages, or seconds."""
 
-    def __init__(self, b: Bench, body: bytes) -> None:
+    def __init__(self, b: Bench[HandEngine], body: bytes) -> None:
         self._b = b
         self._body: list[bytes] = [body]
         self.gone = asyncio.Event()

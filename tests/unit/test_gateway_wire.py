@@ -2,7 +2,7 @@ import json
 from typing import Any
 
 import pytest
-from gateway_support import CHAT, Bench, bench, error_of
+from gateway_support import CHAT, Bench, HandEngine, bench, error_of
 
 from online_sao.gateway.problems import ApiError
 from online_sao.gateway.wire import parse_chat
@@ -22,7 +22,7 @@ def refusal(**fields: Any) -> ApiError:
     return caught.value
 
 
-async def post(b: Bench, body: str | bytes) -> Any:
+async def post(b: Bench[HandEngine], body: str | bytes) -> Any:
     return await b.client.post(CHAT, content=body)
 
 
