@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from online_sao.algorithm import sao
-from online_sao.errors import ModelError, VersionFolderError
+from online_sao.errors import LearnerError, ModelError, VersionFolderError
 from online_sao.learner.models import load_causal_lm
 from online_sao.learner.weights import TrainedWeights
 from online_sao.manifest import MANIFEST_NAME, Manifest
@@ -64,8 +64,7 @@ class VersionWriter:
                 shutil.copyfile(path, folder / path.name)
         for file, tensors in self._files.items():
             merged = {name: changed.get(name, tensor) for name, tensor in tensors.items()}
-            save_file(merged, folder / file, metadata={"format": "pt"})
-            (folder / file).chmod(0o644)
+            _save(merged, folder / file)
         probes = ProbeTokens(
             self._base.probes.token_ids, probe_logprobs(folder, self._base.probes.token_ids)
         )
@@ -94,6 +93,15 @@ class VersionWriter:
             for name, tensor in converted.items()
             if name in self._base.tensors
         }
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Raises LearnerError when the file cannot be written (a full disk)."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise LearnerError(f"{path} could not be written ({error}): is the disk full?") from error
+    path.chmod(0o644)  # an engine may run as another user
 
 
 @torch.no_grad()
@@ -143,7 +151,7 @@ def write_state(folder: Path, updates: int, policy: TrainedWeights, critic: Trai
     folder.mkdir(parents=True)
     for name, weights in (("policy", policy), ("critic", critic)):
         tensors = {key: tensor.cpu().contiguous() for key, tensor in weights.state().items()}
-        save_file(tensors, folder / f"{name}.safetensors")
+        _save(tensors, folder / f"{name}.safetensors")
     counters = {
         "format": STATE_FORMAT,
         "updates": updates,

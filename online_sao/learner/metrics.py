@@ -45,21 +45,6 @@ class Phases:
         self.seconds[f"seconds_{name}"] = time.perf_counter() - begin
 
 
-def batch_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """What the trajectories themselves say; needs no network."""
-    n = len(trajectories)
-    actions = [sum(t.action_mask) for t in trajectories]
-    return {
-        "trajectories": float(n),
-        "tokens": float(sum(actions)),
-        "reward_mean": sum(t.reward for t in trajectories) / n,
-        "reply_tokens_mean": sum(actions) / n,
-        "cut_share": sum(t.cut for t in trajectories) / n,
-        "lag_mean": sum(t.lag for t in trajectories) / n,
-        "lag_max": float(max(t.lag for t in trajectories)),
-    }
-
-
 def token_metrics(
     batch: TrajectoryBatch, seen: Evaluated, eps_low: float, eps_high: float
 ) -> Metrics:

@@ -20,6 +20,7 @@ from online_sao.learner import metrics
 from online_sao.learner.batch import TrajectoryBatch
 from online_sao.learner.critic import Critic
 from online_sao.learner.export import SavedState, VersionWriter, write_state
+from online_sao.learner.facts import batch_facts
 from online_sao.learner.head import ActionScores, Objective
 from online_sao.learner.metrics import Evaluated, Metrics, Phases
 from online_sao.learner.models import Compute
@@ -79,7 +80,7 @@ class SaoTrainer:
                     self._policy.weights.step()
         self._updates += 1
         band = (s.eps_low, s.eps_high)
-        found |= metrics.batch_metrics(trajectories) | phases.seconds
+        found |= batch_facts(trajectories) | phases.seconds
         traces = metrics.token_traces(trajectories, batch, seen, *band)
         return TrainingResult(kind, found, traces, _note(kind))
 
