@@ -18,7 +18,7 @@ from online_sao.config import Settings
 from online_sao.errors import StoreError
 from online_sao.gateway.admission import Admission
 from online_sao.gateway.auth import Keys
-from online_sao.gateway.chat import chat_router
+from online_sao.gateway.chat import chat_route
 from online_sao.gateway.door import Door
 from online_sao.gateway.feedback import feedback_router
 from online_sao.gateway.health import health_router
@@ -83,6 +83,7 @@ def create_app(*, engine: Engine, store: Store, settings: Settings, admin_key: s
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_exception_handler(RequestValidationError, answer_validation_error)
     app.add_exception_handler(StoreError, answer_store_error)
-    for router in (chat_router, models_router, feedback_router, health_router):
+    app.router.routes.append(chat_route(services))
+    for router in (models_router, feedback_router, health_router):
         app.include_router(router(services))
     return app
