@@ -88,7 +88,11 @@ def up(
     _check_engine(settings.engine.kind)
     _log_to_stderr()
     admin_key = os.environ.get(ENV_ADMIN_KEY) or None
-    _run_until_signal(lambda stop: service.up(settings, admin_key, stop, err.print))
+
+    def say(text: str) -> None:
+        err.print(text, soft_wrap=True, highlight=False)
+
+    _run_until_signal(lambda stop: service.up(settings, admin_key, stop, say))
 
 
 @app.command(hidden=True)

@@ -107,10 +107,10 @@ class Service:
                 group.create_task(self._engine_child.run(engine_stop))
             group.create_task(self._learner_child.run(learner_stop))
             workers = [
-                group.create_task(self._publisher.run(workers_stop)),
+                group.create_task(self._publish(workers_stop)),
                 group.create_task(self._worker.run(workers_stop)),
             ]
-            greeting = group.create_task(self._greet())
+            greeting = group.create_task(self._greet(stop))
             scheduler.start()
             await stop.wait()
             greeting.cancel()
@@ -123,6 +123,18 @@ class Service:
             await serving
             engine_stop.set()
 
+    async def _publish(self, stop: asyncio.Event) -> None:
+        """Publish, once the engine answers for the first time."""
+        await self._until_ready(stop)
+        await self._publisher.run(stop)
+
+    async def _until_ready(self, stop: asyncio.Event) -> None:
+        if self._engine_child is not None:
+            waits = {asyncio.create_task(e.wait()) for e in (self._engine_child.running, stop)}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+
     def _uvicorn_config(self) -> uvicorn.Config:
         return uvicorn.Config(
             self._app,
@@ -133,9 +145,8 @@ class Service:
             timeout_keep_alive=30,
         )
 
-    async def _greet(self) -> None:
-        if self._engine_child is not None:
-            await self._engine_child.running.wait()
+    async def _greet(self, stop: asyncio.Event) -> None:
+        await self._until_ready(stop)
         url = self._listening.url
         self._say(
             f"\nReady: {url}/v1 (model `{self._settings.policy.served_name}`)\n"
