@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,6 +40,9 @@ console = Console(stderr=True)
 KEY = "bench"
 PROMPT = "Say something long about the sea."
 START_TIMEOUT_S = 60.0
+SHORT = 4
+"""Tokens per reply where latency is measured."""
+CONTENT = b'"delta":{"content"'
 
 Ask = Callable[[], Awaitable[tuple[int, float, float]]]
 """One reply: (tokens, seconds to the first token, seconds to the end)."""
@@ -55,7 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.replies = 20 if options.quick else 100
+    options.replies = 40 if options.quick else 200
     options.rounds = 2 if options.quick else 5
     return options
 
@@ -141,28 +144,20 @@ def through_gateway(client: httpx.AsyncClient, tokens: int) -> Ask:
     }
 
     async def ask() -> tuple[int, float, float]:
-        began, first, count = time.perf_counter(), 0.0, 0
+        began, first, tail = time.perf_counter(), 0.0, b""
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line[6:])
-                    if not first and event["choices"][0]["delta"].get("content"):
-                        first = time.perf_counter() - began
-                    if event.get("usage"):
-                        count = event["usage"]["completion_tokens"]
-        return count, first, time.perf_counter() - began
+            async for data in answer.aiter_bytes():
+                if not first and CONTENT in data:
+                    first = time.perf_counter() - began
+                tail = (tail + data)[-1000:]
+        end = time.perf_counter() - began
+        if not tail.endswith(b"data: [DONE]\n\n"):
+            raise SystemExit(f"a reply broke off: {tail!r}")
+        usage = json.loads(tail.split(b"data: ")[-2])["usage"]
+        return usage["completion_tokens"], first, end
 
     return ask
-
-
-async def medians_ms(ask: Ask, replies: int) -> tuple[float, float]:
-    """Milliseconds to (first token, end), of one client's replies."""
-    times = [await ask() for _ in range(replies)]
-    return (
-        statistics.median(first for _, first, _ in times) * 1e3,
-        statistics.median(end for _, _, end in times) * 1e3,
-    )
 
 
 async def tokens_per_s(ask: Ask, clients: int, replies: int) -> float:
@@ -176,42 +171,56 @@ async def tokens_per_s(ask: Ask, clients: int, replies: int) -> float:
     return sum(counts) / (time.perf_counter() - began)
 
 
+async def added_ms(ways: Mapping[str, Ask], replies: int) -> tuple[float, float]:
+    """Milliseconds the gateway adds to (first token, end); the ways take turns."""
+    firsts: dict[str, list[float]] = {name: [] for name in ways}
+    ends: dict[str, list[float]] = {name: [] for name in ways}
+    for done in range(replies):
+        for name, ask in ways.items():
+            _, first, end = await ask()
+            firsts[name].append(first * 1e3)
+            ends[name].append(end * 1e3)
+        if (done + 1) % 10 == 0:
+            console.print(
+                f"{done + 1}/{replies} replies: "
+                + ", ".join(
+                    f"{name} {statistics.median(firsts[name]):.2f} ms to the first token, "
+                    f"{statistics.median(ends[name]):.2f} ms to the end"
+                    for name in ways
+                )
+            )
+    first_direct, first_gateway = (statistics.median(times) for times in firsts.values())
+    end_direct, end_gateway = (statistics.median(times) for times in ends.values())
+    return first_gateway - first_direct, end_gateway - end_direct
+
+
 async def measure(options: argparse.Namespace, engine_url: str, url: str) -> dict[str, float]:
     engine = wiring.make_engine(settings_of(options.data), engine_url)
     limits = httpx.Limits(max_connections=options.clients, max_keepalive_connections=None)
     headers = {"authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=60) as http:
-        ways = {
-            "directly": direct(engine, options.tokens),
-            "gateway": through_gateway(http, options.tokens),
-        }
-        # Short replies at a fixed rate: what is added does not depend on their length.
-        short = {"directly": direct(engine, 4), "gateway": through_gateway(http, 4)}
-        firsts: dict[str, list[float]] = {name: [] for name in ways}
-        ends: dict[str, list[float]] = {name: [] for name in ways}
-        rates: dict[str, list[float]] = {name: [] for name in ways}
-        for ask in (*short.values(), *ways.values()):
-            await ask()
+
+        def ways(tokens: int) -> dict[str, Ask]:
+            return {"direct": direct(engine, tokens), "gateway": through_gateway(http, tokens)}
+
+        await added_ms(ways(SHORT), 3)  # warm both
+        # What is added does not depend on a reply's length, so short ones are asked for.
+        first, end = await added_ms(ways(SHORT), options.replies)
+        rates: dict[str, list[float]] = {"direct": [], "gateway": []}
         for round_number in range(options.rounds):
-            for name in ways:
-                first, end = await medians_ms(short[name], options.replies)
-                rate = await tokens_per_s(ways[name], options.clients, 2)
-                firsts[name].append(first)
-                ends[name].append(end)
-                rates[name].append(rate)
+            for name, ask in ways(options.tokens).items():
+                rates[name].append(await tokens_per_s(ask, options.clients, 2))
                 console.print(
-                    f"round {round_number + 1}/{options.rounds} {name:8}: first token "
-                    f"{first:6.2f} ms, end {end:6.2f} ms, {rate:7.1f} tokens/s"
+                    f"round {round_number + 1}/{options.rounds}: {options.clients} clients "
+                    f"{name}: {rates[name][-1]:.0f} tokens/s"
                 )
     await engine.aclose()
-    middle = statistics.median
+    through = statistics.median(rates["gateway"])
     return {
-        "added_ms_p50": round(middle(ends["gateway"]) - middle(ends["directly"]), 3),
-        "added_first_token_ms_p50": round(
-            middle(firsts["gateway"]) - middle(firsts["directly"]), 3
-        ),
-        "throughput_ratio": round(middle(rates["gateway"]) / middle(rates["directly"]), 3),
-        "tokens_per_s": round(middle(rates["gateway"]), 1),
+        "added_ms_p50": round(end, 3),
+        "added_first_token_ms_p50": round(first, 3),
+        "throughput_ratio": round(through / statistics.median(rates["direct"]), 3),
+        "tokens_per_s": round(through, 1),
         "clients": options.clients,
         "cores": wiring.cores(),
     }
