@@ -20,9 +20,12 @@ import uvicorn
 from gateway_support import HEADERS, KEY, FaultyStore, HandEngine, reply_of, settings_with
 from openai import AsyncOpenAI
 
+from online_sao.engines.client import HttpEngine
+from online_sao.engines.scripted import ScriptedBackend
+from online_sao.engines.server import build_app
 from online_sao.errors import EngineUnavailable
 from online_sao.gateway.app import create_app
-from online_sao.interfaces import Store
+from online_sao.interfaces import Engine, Store
 from online_sao.store.migrate import migrate
 from online_sao.store.sql import SqlStore
 from online_sao.types import LedgerState
@@ -33,7 +36,7 @@ HI: Any = [{"role": "user", "content": "Hi"}]
 @dataclass
 class Live:
     url: str
-    engine: HandEngine
+    engine: Any
     store: FaultyStore
     server: uvicorn.Server
     serving: asyncio.Task[None]
@@ -50,8 +53,34 @@ async def until(ready: Callable[[], bool], timeout_s: float = 5.0) -> None:
 
 
 @asynccontextmanager
+async def served(app: Any) -> AsyncIterator[tuple[str, uvicorn.Server, asyncio.Task[None]]]:
+    """Any ASGI application on a port of its own."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", ws="none")
+    config.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}", server, serving
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@asynccontextmanager
+async def over_http(backend: ScriptedBackend) -> AsyncIterator[Live]:
+    """The gateway with its engine behind the real wire."""
+    async with served(build_app(backend)) as (engine_url, _, _):
+        engine = HttpEngine(engine_url)
+        async with live(engine) as service:
+            yield service
+        await engine.aclose()
+
+
+@asynccontextmanager
 async def live(
-    engine: HandEngine | None = None, store: Store | None = None, **service: Any
+    engine: Engine | None = None, store: Store | None = None, **service: Any
 ) -> AsyncIterator[Live]:
     engine, memory = engine or HandEngine(), FaultyStore()
     app = create_app(
@@ -60,17 +89,8 @@ async def live(
         settings=settings_with(**service),
         admin_key=KEY,
     )
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", ws="none")
-    config.timeout_graceful_shutdown = 1
-    server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        yield Live(f"http://127.0.0.1:{port}", engine, memory, server, serving)
-    finally:
-        server.should_exit = True
-        await serving
+    async with served(app) as (url, server, serving):
+        yield Live(url, engine, memory, server, serving)
 
 
 async def test_the_openai_sdk_gets_a_reply_with_its_id_and_policy() -> None:
@@ -204,6 +224,61 @@ async def test_a_client_that_leaves_an_unstreamed_chat_frees_the_engine_within_a
         (end,) = service.store.ends.values()
     assert closed_at - left_at < 1.0
     assert end.not_trainable == "client_disconnected"
+
+
+async def test_over_the_wire_the_engines_ids_and_logprobs_are_stored() -> None:
+    backend = ScriptedBackend(replies=["Caf\u00e9 \U0001f600"], version=5)
+    async with over_http(backend) as service, service.sdk() as sdk:
+        stream = await sdk.chat.completions.create(
+            model="online-sao", messages=HI, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        (end,) = service.store.ends.values()
+    expected = "Caf\u00e9 \U0001f600"
+    texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    assert "".join(texts) == expected
+    assert end.reply_ids == (*expected.encode(), 257)
+    assert len(end.logprobs) == len(end.reply_ids)
+    assert [(s.version, s.start, s.end) for s in end.version_spans] == [(5, 0, len(end.reply_ids))]
+    assert end.not_trainable is None
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(end.reply_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_over_the_wire_a_client_that_leaves_aborts_the_engines_work_within_a_second(
+    stream: bool,
+) -> None:
+    backend = ScriptedBackend(replies=["x" * 500], tokens_per_s=50)
+    async with over_http(backend) as service, httpx.AsyncClient(headers=HEADERS) as client:
+        body = {"model": "online-sao", "messages": HI, "stream": stream}
+        asking = asyncio.create_task(client.post(f"{service.url}/v1/chat/completions", json=body))
+        await until(lambda: backend.status()["in_flight"] == 1)
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await until(lambda: backend.status()["in_flight"] == 0, timeout_s=1.0)
+        await until(lambda: bool(service.store.ends))
+        (end,) = service.store.ends.values()
+    assert (end.outcome, end.not_trainable) == ("aborted", "client_disconnected")
+
+
+async def test_over_the_wire_an_engine_that_is_gone_is_a_503_and_comes_back() -> None:
+    backend = ScriptedBackend(replies=["ok"])
+    async with over_http(backend) as service, service.sdk(max_retries=0) as sdk:
+        backend.faults.unavailable = True
+        with pytest.raises(openai.InternalServerError) as caught:
+            await sdk.chat.completions.create(model="online-sao", messages=HI)
+        backend.faults.unavailable = False
+        reply = await sdk.chat.completions.create(model="online-sao", messages=HI)
+        ends = list(service.store.ends.values())
+    assert caught.value.status_code == 503
+    assert caught.value.code == "engine_error"
+    assert caught.value.response.headers["retry-after"] == "2"
+    assert reply.choices[0].message.content == "ok"
+    assert [(end.outcome, end.error) for end in ends] == [
+        ("failed", "engine_unavailable"),
+        ("completed", None),
+    ]
 
 
 async def test_a_server_that_shuts_down_leaves_no_row_open() -> None:
