@@ -8,6 +8,7 @@ of delivery is a hash and a few probe tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from online_sao.config import PublishingSettings
-from online_sao.errors import EngineError, StoreError
+from online_sao.errors import EngineError, StoreError, UnknownRecord
 from online_sao.interfaces import Engine, Store
 from online_sao.types import PolicyVersion, VersionState
 
@@ -52,6 +53,8 @@ class Publisher:
         self._settings = settings
         self._versions_dir = versions_dir
         self._gate = gate
+        self._alarm_may_stand = True
+        """At first too: this service's last life may have raised it."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Publish until `stop`; a failure is an alarm and a retry, never the end."""
@@ -66,9 +69,8 @@ class Publisher:
                     await self.publish_once()
                     pause, recovered = POLL_S, True
                 except (EngineError, StoreError) as error:
-                    recovered = False
+                    pause, recovered = min(pause * 2, LONGEST_BACKOFF_S), False
                     logger.warning("action=publish_failed retry_in_s=%.1f error=%s", pause, error)
-                    pause = min(pause * 2, LONGEST_BACKOFF_S)
                 await asyncio.wait({stopping}, timeout=pause)
         finally:
             stopping.cancel()
@@ -78,14 +80,14 @@ class Publisher:
         target = await self._target()
         status = await self._engine.status()
         live = await self._store.live_version()
-        if live is not None and live.number == target.number == status.version:
-            return None
-        if status.version == target.number:
+        if status.version != target.number:
+            await self._swap(target, fallback=await self._served_now(status.version, live, target))
+            return target
+        if live is None or live.number != target.number:
             # The engine was started on it: nothing to load, only to write down.
             await self._store.mark_live(target.number, {"boot_id": status.boot_id})
-            return None
-        await self._swap(target, fallback=await self._served_now(status.version, live, target))
-        return target
+        await self._clear_alarm()
+        return None
 
     async def _target(self) -> PolicyVersion:
         """The newest version that is whole, not withdrawn, and passes the gate."""
@@ -102,24 +104,32 @@ class Publisher:
     ) -> PolicyVersion:
         """What a failed swap goes back to."""
         if served is not None:
-            return await self._store.get_version(served)
+            with contextlib.suppress(UnknownRecord):  # the engine came with some other number
+                return await self._store.get_version(served)
         return live if live is not None else target
 
     async def _swap(self, target: PolicyVersion, fallback: PolicyVersion) -> None:
         try:
             delivery = await self._engine.load_version(target, fallback)
         except EngineError as error:
+            self._alarm_may_stand = True
             await self._store.raise_alarm(
                 SWAP_ALARM, f"version {target.number} was not taken by the engine: {error}"
             )
             raise
         await self._store.mark_live(target.number, asdict(delivery))
         await self._store.put_note(SWAP_NOTE, asdict(delivery))
-        await self._store.clear_alarm(SWAP_ALARM)
+        await self._clear_alarm()
         logger.info(
             "action=policy_published version=%d paused_s=%.3f total_s=%.3f probe_error=%.4f",
             delivery.version, delivery.paused_s, delivery.total_s, delivery.probe_error,
         )  # fmt: skip
+
+    async def _clear_alarm(self) -> None:
+        """The engine serves what it should; one write, however often it is asked."""
+        if self._alarm_may_stand:
+            await self._store.clear_alarm(SWAP_ALARM)
+            self._alarm_may_stand = False
 
     async def prune(self) -> list[int]:
         """Delete the folders of old versions; the numbers pruned.
