@@ -19,24 +19,38 @@ class Listening:
     @property
     def url(self) -> str:
         """Where clients find the service."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return url_of(self.host, self.port)
+
+
+def url_of(host: str, port: int) -> str:
+    """Where clients on this machine find what listens on `host`."""
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def listen(host: str, port: int) -> Listening:
     """Bind. Raises ConfigError when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((host, port))
-        sock.listen(1024)
-    except OSError as error:
-        sock.close()
+        sock = _bound(host, port)
+    except (OSError, UnicodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --port"
+            f"cannot listen on {host}:{port}: {reason}; choose another with --host or --port"
         ) from None
     return Listening(sock, host, sock.getsockname()[1])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(1024)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def free_port() -> int:

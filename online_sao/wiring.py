@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from online_sao.config import ENV_PREFIX, Settings
 from online_sao.datafolder import DataFolder
 from online_sao.errors import ConfigError, ModelError
 from online_sao.interfaces import Engine, Store, Trainer
+from online_sao.manifest import publish_folder
 
 STORE = "online_sao.store.sql:SqlStore"
 ENGINE = "online_sao.engines.client:HttpEngine"
@@ -28,6 +30,8 @@ SCRIPTED_TRAINER = "online_sao.learner.scripted:ScriptedTrainer"
 def load(dotted: str) -> Any:
     """The object that `module:name` names. Raises ConfigError when there is none."""
     module_name, _, name = dotted.partition(":")
+    if not name or not module_name or module_name.startswith("."):
+        raise ConfigError(f"`{dotted}` is not of the form `module:name`")
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
@@ -133,9 +137,11 @@ async def prepare_model(settings: Settings) -> None:
     folder = DataFolder(settings.service.data)
     if (folder.model / "manifest.json").exists():
         return
+    if folder.model.exists():
+        raise ModelError(f"{folder.model} holds no whole model: move it away, then start again")
     if settings.engine.kind == "scripted":
         trainer = await asyncio.to_thread(make_trainer, settings)
-        await asyncio.to_thread(trainer.export_policy, folder.model)
+        await asyncio.to_thread(_export_whole, trainer, folder.model)
         return
     process = await asyncio.create_subprocess_exec(*prepare_command(settings, folder.model))
     if await process.wait() != 0:
@@ -143,6 +149,14 @@ async def prepare_model(settings: Settings) -> None:
             f"the model {settings.policy.model!r} could not be prepared (see above); name another "
             "with ONLINE_SAO_POLICY__MODEL or [policy] model"
         )
+
+
+def _export_whole(trainer: Trainer, folder: Path) -> None:
+    draft = folder.with_name(f"{folder.name}.draft")
+    if draft.exists():  # an earlier attempt was cut short
+        shutil.rmtree(draft)
+    trainer.export_policy(draft)
+    publish_folder(draft, folder)
 
 
 def learner_command(settings_file: Path) -> list[str]:
@@ -156,11 +170,10 @@ def cores() -> int:
 
 
 def split_cores(settings: Settings) -> tuple[int, int]:
-    """Threads of (engine, learner): what the settings say, else half of the cores each."""
-    total = cores()
-    engine = settings.engine.threads or max(1, total // 2)
-    learner = settings.learner.threads or max(1, total - engine)
-    return engine, learner
+    """Threads of (engine, learner): what the settings say, else the rest, or half, of the cores."""
+    total, given = cores(), settings.learner.threads
+    engine = settings.engine.threads or max(1, total - given if given else total // 2)
+    return engine, given or max(1, total - engine)
 
 
 def child_environment(threads: int) -> Mapping[str, str]:
