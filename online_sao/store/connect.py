@@ -97,9 +97,10 @@ def need_driver(error: ModuleNotFoundError) -> ConfigError:
 class SqliteDatabase:
     """One thread with one connection writes, in turn; a few others read beside it.
 
-    WAL with synchronous=NORMAL: a killed process loses nothing; a power cut may lose the last
-    moments, whole transactions at a time, and never corrupts. What must agree with files outside
-    the database (an update and its weights' folder) is committed with synchronous=FULL.
+    WAL (the file is made so) with synchronous=NORMAL: a killed process loses nothing; a power
+    cut may lose the last moments, whole transactions at a time, and never corrupts. What must
+    agree with files outside the database (an update and its weights' folder) is committed with
+    synchronous=FULL.
     """
 
     def __init__(self, url: sa.URL) -> None:
@@ -137,7 +138,6 @@ def sqlite_engine(url: sa.URL, *, write: bool, size: int) -> sa.Engine:
     def configure(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # the driver's own BEGIN comes too late
         connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-        connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute("PRAGMA foreign_keys=ON")
         if not write:

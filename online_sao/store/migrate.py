@@ -134,6 +134,8 @@ def _migration_engine(url: sa.URL) -> sa.Engine:
         connection.isolation_level = None
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout={LOCK_TIMEOUT_S * 1000}")
+        # The file remembers it; turning it on later would need a moment without any other user.
+        cursor.execute("PRAGMA journal_mode=WAL")
         # Batch migrations rebuild tables: keys are checked as a whole before the commit instead.
         cursor.execute("PRAGMA foreign_keys=OFF")
         cursor.execute("PRAGMA synchronous=FULL")
