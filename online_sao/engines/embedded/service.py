@@ -282,12 +282,16 @@ class EmbeddedBackend:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _load(self, folder: Path, version: int) -> Weights:
-        return loading.load_weights(folder, version, dtype=self._dtype, device=self._device)
+    def _load(
+        self, folder: Path, version: int, shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> Weights:
+        return loading.load_weights(
+            folder, version, dtype=self._dtype, device=self._device, shapes=shapes
+        )
 
     def _load_aside(self, info: wire.UpdateInfo) -> Weights:
         torch.set_num_threads(1)  # in this helper thread alone: decoding keeps its cores
-        return self._load(Path(info.path), info.version)
+        return self._load(Path(info.path), info.version, self._serving.shapes)
 
     async def _put_in_place(self, weights: Weights) -> None:
         self._serving = weights

@@ -49,6 +49,8 @@ class Weights:
     sha256: str
     """Of the bytes that were read, in the manifest's way."""
     probes: ProbeTokens
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of every tensor in the folder, by name."""
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -63,16 +65,39 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_weights(
-    folder: Path, version: int, *, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    version: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Weights:
-    """Read, hash, check and build. Raises VersionFolderError or ModelError, nothing changed."""
+    """Read, hash, check and build. Raises VersionFolderError or ModelError, nothing changed.
+
+    `shapes`: the names and shapes that are served already; other ones are refused.
+    """
     manifest = Manifest.read(folder)
     tensors, sha256 = read_tensors(folder, manifest)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes is not None:
+        _check_shapes(folder, found, shapes)
     model = build_model(folder, tensors, dtype=dtype)
+    tensors.clear()
     model.to(device)
     if device.type == "cpu":
         pack(model)
-    return Weights(model, version, sha256, manifest.probes)
+    return Weights(model, version, sha256, manifest.probes, found)
+
+
+def _check_shapes(
+    folder: Path, found: Mapping[str, tuple[int, ...]], served: Mapping[str, tuple[int, ...]]
+) -> None:
+    for name in sorted(found.keys() | served.keys()):
+        if found.get(name) != served.get(name):
+            raise VersionFolderError(
+                f"{folder} does not fit the served model: its tensor {name} is "
+                f"{found.get(name, 'missing')}, served is {served.get(name, 'none')}"
+            )
 
 
 def read_tensors(folder: Path, manifest: Manifest) -> tuple[dict[str, Tensor], str]:
