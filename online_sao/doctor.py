@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -18,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from online_sao import wiring
 from online_sao.config import Settings
 from online_sao.datafolder import DataFolder
-from online_sao.errors import ConfigError, EngineError
+from online_sao.errors import ConfigError, EngineError, EngineUnavailable
 from online_sao.interfaces import Engine
 from online_sao.manifest import Manifest
 from online_sao.ports import free_port
@@ -77,13 +80,20 @@ def run(settings: Settings, replies: int, *, as_json: bool, console: Console) ->
     well = all(finding.well for finding in findings)
     if as_json:
         listed = [{"name": f.name, "well": f.well, "detail": f.detail} for f in findings]
-        console.print_json(data={"well": well, "findings": listed, "measured": dict(measured)})
+        numbers = {name: _finite(value) for name, value in measured.items()}
+        console.print_json(data={"well": well, "findings": listed, "measured": numbers})
         return well
     for finding in findings:
         mark = "[green]yes[/]" if finding.well else "[red]NO[/] "
-        console.print(f"{mark}  {finding.name}: {finding.detail}", highlight=False)
+        said = escape(f"{finding.name}: {finding.detail}")
+        console.print(f"{mark}  {said}", highlight=False, soft_wrap=True)
     console.print("All is well." if well else "Something is not well.")
     return well
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN; the finding's detail says it."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def machine(settings: Settings) -> list[Finding]:
@@ -106,19 +116,18 @@ def machine(settings: Settings) -> list[Finding]:
 
 
 def judge(dtype: str, measured: Mapping[str, float | None]) -> list[Finding]:
-    """The verdict on what was measured."""
-    clip, log_ratio = measured["clip_ratio"], measured["log_ratio_abs_mean"]
+    """The verdict on what was measured; what could not be measured is not well."""
     limit = MAX_LOG_RATIO[dtype]
     return [
-        Finding(
-            "clip ratio", clip is not None and clip < MAX_CLIP_RATIO,
-            f"{clip:.5f} of the action tokens, under {MAX_CLIP_RATIO} is well",
-        ),
-        Finding(
-            "mean |log r|", log_ratio is not None and log_ratio < limit,
-            f"{log_ratio:.5f} nats, under {limit} is well for {dtype}",
-        ),
-    ]  # fmt: skip
+        _under("clip ratio", measured["clip_ratio"], MAX_CLIP_RATIO, "of the action tokens"),
+        _under("mean |log r|", measured["log_ratio_abs_mean"], limit, f"nats in {dtype}"),
+    ]
+
+
+def _under(name: str, value: float | None, limit: float, unit: str) -> Finding:
+    if value is None:
+        return Finding(name, False, "not measured: no tokens")
+    return Finding(name, value < limit, f"{value:.5f} {unit}, under {limit} is well")
 
 
 async def compare(settings: Settings, replies: int) -> tuple[str, Mapping[str, float | None]]:
@@ -166,15 +175,15 @@ async def _start_engine(settings: Settings, model: Path, stack: AsyncExitStack) 
     stack.push_async_callback(stop)
     engine = wiring.make_engine(settings, f"http://127.0.0.1:{port}")
     stack.push_async_callback(engine.aclose)
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while process.returncode is None:
-            try:
-                await engine.status()
-            except EngineError:
-                await asyncio.sleep(0.2)
-            else:
-                return engine
-    raise ConfigError(f"the engine did not start; see {log.name}")
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while process.returncode is None and time.monotonic() < deadline:
+        try:
+            await engine.status()
+        except EngineError:
+            await asyncio.sleep(0.2)
+        else:
+            return engine
+    raise EngineUnavailable(f"the engine did not start; see {log.name}")
 
 
 async def _sample(engine: Engine, number: int) -> Trajectory:

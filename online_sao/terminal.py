@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.prompt import Prompt
 from rich.table import Table
 from rich.text import Text
@@ -22,33 +24,61 @@ REFRESH_S = 1.0
 RECENT_UPDATES = 5
 CHAT_TIMEOUT_S = 600.0
 THUMBS = {"+": True, "-": False}
+YOU = "[bold cyan]you[/]"
 
 
 # -- chat ----------------------------------------------------------------------------------------
 
 
 def chat(base_url: str, key: str) -> None:
-    """A conversation; after each reply + or - rates it, Enter goes on, an empty line ends."""
+    """A conversation; after each reply + or - rates it, Enter goes on, an empty line ends.
+
+    Raises ConfigError (nobody answers) and EngineError (the service refused).
+    """
     console = Console()
     console.print(
-        f"Chatting with {base_url}. After a reply: [bold]+[/] or [bold]-[/] rates it, Enter goes "
-        "on. An empty message ends, /new starts over."
+        f"Chatting with {escape(base_url)}. After a reply: [bold]+[/] or [bold]-[/] rates it, "
+        "Enter goes on. An empty message ends, /new starts over."
     )
-    headers = {"Authorization": f"Bearer {key}"}
     messages: list[dict[str, str]] = []
-    with httpx.Client(base_url=base_url, headers=headers, timeout=CHAT_TIMEOUT_S) as client:
+    with _client(base_url, key) as client:
         model = _first_model(client)
-        while text := _ask(console, "[bold cyan]you[/]"):
+        text = _ask(console, YOU)
+        while text:
+            said = ""
             if text == "/new":
                 messages = []
-                continue
-            messages.append({"role": "user", "content": text})
-            reply, sao = _one_reply(client, console, model, messages)
-            messages.append({"role": "assistant", "content": reply})
-            console.print(f"[dim]{_describe(sao)}[/]")
-            thumb = THUMBS.get(_ask(console, "[dim]+ / - / Enter[/]"))
-            if thumb is not None:
-                _rate(client, console, str(sao["inference_id"]), thumb)
+            else:
+                said = _turn(client, console, model, messages, text)
+            text = said or _ask(console, YOU)
+
+
+def _client(base_url: str, key: str) -> httpx.Client:
+    headers = {"Authorization": f"Bearer {key}"}
+    try:
+        return httpx.Client(base_url=base_url, headers=headers, timeout=CHAT_TIMEOUT_S)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{base_url!r} is no URL: {error}") from error
+
+
+def _turn(
+    client: httpx.Client,
+    console: Console,
+    model: str,
+    messages: list[dict[str, str]],
+    text: str,
+) -> str:
+    """One message, its reply, perhaps a thumb; what was typed instead of a thumb."""
+    messages.append({"role": "user", "content": text})
+    reply, sao = _one_reply(client, console, model, messages)
+    messages.append({"role": "assistant", "content": reply})
+    console.print(f"[dim]{escape(_describe(sao))}[/]")
+    said = _ask(console, "[dim]+ / - / Enter[/]")
+    thumb = THUMBS.get(said)
+    if thumb is None:
+        return said
+    _rate(client, console, str(sao.get("inference_id")), thumb)
+    return ""
 
 
 def _ask(console: Console, label: str) -> str:
@@ -59,7 +89,11 @@ def _ask(console: Console, label: str) -> str:
 
 
 def _first_model(client: httpx.Client) -> str:
-    return str(_json(client, "GET", "/v1/models")["data"][0]["id"])
+    listed = _json(client, "GET", "/v1/models")
+    try:
+        return str(listed["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise _not_ours(client) from None
 
 
 def _one_reply(
@@ -69,7 +103,7 @@ def _one_reply(
     body = {"model": model, "messages": messages, "stream": True}
     parts: list[str] = []
     sao: dict[str, Any] = {}
-    console.print(f"[bold green]{model}[/]: ", end="")
+    console.print(f"[bold green]{escape(model)}[/]: ", end="")
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
@@ -82,11 +116,17 @@ def _one_reply(
                 for choice in chunk["choices"]:
                     text = choice["delta"].get("content") or ""
                     parts.append(text)
-                    console.print(text, end="", markup=False, highlight=False)
+                    console.print(_inert(text), end="", soft_wrap=True)
     except httpx.HTTPError as error:
         raise EngineError(f"the service does not answer: {error}") from error
-    console.print()
+    finally:
+        console.print()
     return "".join(parts), sao
+
+
+def _inert(text: str) -> Text:
+    """Text that is shown and does nothing: neither markup nor the terminal's escape sequences."""
+    return Text("".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc"))
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -119,8 +159,15 @@ def _json(
         ) from error
     if response.is_error:
         raise EngineError(_error_message(response))
-    data: dict[str, Any] = response.json()
+    try:
+        data: dict[str, Any] = response.json()
+    except ValueError:
+        raise _not_ours(client) from None
     return data
+
+
+def _not_ours(client: httpx.Client) -> ConfigError:
+    return ConfigError(f"what answers at {client.base_url} is not online-sao")
 
 
 def _error_message(response: httpx.Response) -> str:
@@ -185,7 +232,10 @@ def status_view(status: dict[str, Any]) -> RenderableType:
     top.add_row("learner", f"{state}, {learner.get('updates', 0)} updates")
     top.add_row("reward, mean of all", f"{mean} ({reward['count']} judged)")
     parts: list[RenderableType] = [top, _updates_table(status["updates"])]
-    parts += [Text(f"ALARM {a['name']}: {a['message']}", style="red") for a in status["alarms"]]
+    for alarm in status["alarms"]:
+        text = _inert(f"ALARM {alarm['name']}: {alarm['message']}")
+        text.stylize("red")
+        parts.append(text)
     parts.append(_counts_table(status["ledger"]))
     return Group(*parts)
 
@@ -204,7 +254,7 @@ def _updates_table(updates: list[dict[str, Any]]) -> Table:
                 _number(metrics.get(name))
                 for name in ("reward_mean", "explained_variance", "clip_ratio", "kl_start")
             ),
-            update["note"],
+            _inert(update["note"]),
         )
     return table
 
@@ -241,7 +291,8 @@ def _counts_table(ledger: dict[str, Any]) -> Table:
     for state, count in ledger["counts"].items():
         if count:
             by = ledger["reasons"].get(state, {})
-            table.add_row(state, str(count), ", ".join(f"{k} {v}" for k, v in by.items()))
+            reasons = ", ".join(f"{reason} {n}" for reason, n in by.items())
+            table.add_row(state, str(count), _inert(reasons))
     return table
 
 
