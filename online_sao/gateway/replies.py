@@ -163,6 +163,7 @@ class Streamed:
         self._send = send
         self._started = False
         self._spoke = False
+        self._held = ""
         self._last_sent = asyncio.get_running_loop().time()
         head = {
             "id": shape.inference_id,
@@ -185,7 +186,7 @@ class Streamed:
         await self._write(": ping\n\n")
 
     async def chunk(self, chunk: ReplyChunk) -> None:
-        """Send it, unless there is nothing to see in it."""
+        """Send it, unless there is nothing to see in it; the last one goes out with `end`."""
         events = "" if self._spoke else self._first_event()
         self._spoke = True
         if self._shape.logprobs and chunk.tokens:
@@ -196,13 +197,14 @@ class Streamed:
             )
         elif chunk.text:
             events += f'{self._before}{{"content":{_dumps(chunk.text)}}}{self._after}'
-        if events:
+        if chunk.finish_reason is not None:
+            self._held = events  # one write and one wake-up of the client, not two
+        elif events:
             await self._write(events)
 
     async def end(self, ending: Ending) -> None:
         """The finish chunk with our extension, the usage if asked for, `[DONE]`."""
-        events = "" if self._spoke else self._first_event()
-        events += (
+        events = self._held + (
             f'{self._before}{{}},"logprobs":null,"finish_reason":"{ending.finish_reason}"}}]'
             f'{self._usage},"sao":{_dumps(sao_of(self._shape, ending))}}}\n\n'
         )
@@ -215,7 +217,7 @@ class Streamed:
         if not self._started:
             await send_error(self._send, self._shape, problem)
         else:
-            await self._write(f"data: {_dumps(problem.body())}\n\n", last=True)
+            await self._write(f"{self._held}data: {_dumps(problem.body())}\n\n", last=True)
 
     def _first_event(self) -> str:
         return (
