@@ -1,11 +1,12 @@
 """What the gateway adds to calling the engine directly.
 
-A scripted engine (no model, a fixed token rate) runs in a process of its own; a client reads its
-replies once through `HttpEngine` and once as an event stream through a gateway with a SQLite
-store, itself a process of its own. Both ways alternate, so that a busy machine slows both.
+A scripted engine (no model, a fixed token rate) runs in a process of its own. Its replies are
+read directly by `HttpEngine`, and as event streams through a gateway with a SQLite store, a
+process of its own, which calls the engine by `HttpEngine` too. The ways take turns, so that a busy
+machine slows both.
 
 - `added_ms_p50`: one client, one reply after another: the difference of the medians of the
-  seconds from asking to the end of the reply. `added_first_token_ms_p50`: to its first token.
+  time from asking to the end of the reply. `added_first_token_ms_p50`: to its first token.
 - `throughput_ratio`: 32 clients at once: tokens per second through the gateway over directly.
 
     python benchmarks/gateway.py --quick
@@ -42,10 +43,9 @@ PROMPT = "Say something long about the sea."
 START_TIMEOUT_S = 60.0
 SHORT = 4
 """Tokens per reply where latency is measured."""
-CONTENT = b'"delta":{"content"'
 
-Ask = Callable[[], Awaitable[tuple[int, float, float]]]
-"""One reply: (tokens, seconds to the first token, seconds to the end)."""
+Ask = Callable[[int], Awaitable[tuple[int, float, float]]]
+"""One reply by its seed: (tokens, seconds to the first token, seconds to the end)."""
 
 
 def arguments() -> argparse.Namespace:
@@ -59,7 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.replies = 40 if options.quick else 200
-    options.rounds = 2 if options.quick else 5
+    options.rounds = 1 if options.quick else 4
     return options
 
 
@@ -76,7 +76,9 @@ async def serve(engine_url: str, data: Path, port: int) -> None:
     engine = wiring.make_engine(settings, engine_url)
     await store.open()
     app = wiring.make_app(settings, store, engine, KEY)
-    config = uvicorn.Config(app, port=port, log_config=None, access_log=False)
+    config = uvicorn.Config(
+        app, port=port, log_config=None, access_log=False, timeout_keep_alive=60
+    )
     try:
         await uvicorn.Server(config).serve()
     finally:
@@ -120,10 +122,9 @@ def answers(url: str) -> bool:
 
 
 def direct(engine: Engine, tokens: int) -> Ask:
-    sampling = Sampling(max_tokens=tokens)
-
-    async def ask() -> tuple[int, float, float]:
+    async def ask(seed: int) -> tuple[int, float, float]:
         began, first, count = time.perf_counter(), 0.0, 0
+        sampling = Sampling(max_tokens=tokens, seed=seed)
         prompt = await engine.render([Message("user", PROMPT)])
         async for chunk in engine.generate(prompt, sampling, request_id=new_id("bench-")):
             if chunk.token_ids and not count:
@@ -134,40 +135,66 @@ def direct(engine: Engine, tokens: int) -> Ask:
     return ask
 
 
-def through_gateway(client: httpx.AsyncClient, tokens: int) -> Ask:
-    body = {
-        "model": "online-sao",
-        "messages": [{"role": "user", "content": PROMPT}],
-        "max_tokens": tokens,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+class BareClient:
+    """The gateway's client: sockets, one per chat at once, and no HTTP library whose own time
+    would be taken for the gateway's."""
 
-    async def ask() -> tuple[int, float, float]:
-        began, first, tail = time.perf_counter(), 0.0, b""
-        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-            answer.raise_for_status()
-            async for data in answer.aiter_bytes():
-                if not first and CONTENT in data:
-                    first = time.perf_counter() - began
-                tail = (tail + data)[-1000:]
-        end = time.perf_counter() - began
-        if not tail.endswith(b"data: [DONE]\n\n"):
-            raise SystemExit(f"a reply broke off: {tail!r}")
-        usage = json.loads(tail.split(b"data: ")[-2])["usage"]
-        return usage["completion_tokens"], first, end
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    return ask
+    def ask(self, tokens: int) -> Ask:
+        """One streamed reply per call."""
+        fields = {
+            "model": "online-sao",
+            "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+        async def ask(seed: int) -> tuple[int, float, float]:
+            body = json.dumps({**fields, "seed": seed}).encode()
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+                f"authorization: Bearer {KEY}\r\ncontent-length: {len(body)}\r\n\r\n"
+            )
+            began = time.perf_counter()
+            reader, writer = await self._connection()
+            writer.write(head.encode() + body)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            if not answer.startswith(b"HTTP/1.1 200"):
+                raise SystemExit(f"the gateway answered {answer[:100]!r}")
+            await reader.readuntil(b'"delta":{"content"')
+            first = time.perf_counter() - began
+            rest = await reader.readuntil(b"data: [DONE]\n\n\r\n")
+            end = time.perf_counter() - began
+            await reader.readuntil(b"0\r\n\r\n")
+            self._free.append((reader, writer))
+            usage = json.loads(rest.split(b"data: ")[-2])["usage"]
+            return usage["completion_tokens"], first, end
+
+        return ask
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._free:
+            return self._free.pop()
+        return await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 22)
+
+    def close(self) -> None:
+        for _, writer in self._free:
+            writer.close()
 
 
 async def tokens_per_s(ask: Ask, clients: int, replies: int) -> float:
-    """All clients at once, each with several replies one after another."""
+    """All clients at once, each with several replies one after another, alike in both ways."""
 
-    async def one_client() -> int:
-        return sum([(await ask())[0] for _ in range(replies)])
+    async def one_client(number: int) -> int:
+        seeds = range(number * replies, (number + 1) * replies)
+        return sum([(await ask(seed))[0] for seed in seeds])
 
     began = time.perf_counter()
-    counts = await asyncio.gather(*(one_client() for _ in range(clients)))
+    counts = await asyncio.gather(*map(one_client, range(clients)))
     return sum(counts) / (time.perf_counter() - began)
 
 
@@ -177,15 +204,15 @@ async def added_ms(ways: Mapping[str, Ask], replies: int) -> tuple[float, float]
     ends: dict[str, list[float]] = {name: [] for name in ways}
     for done in range(replies):
         for name, ask in ways.items():
-            _, first, end = await ask()
+            _, first, end = await ask(done)
             firsts[name].append(first * 1e3)
             ends[name].append(end * 1e3)
         if (done + 1) % 10 == 0:
             console.print(
                 f"{done + 1}/{replies} replies: "
                 + ", ".join(
-                    f"{name} {statistics.median(firsts[name]):.2f} ms to the first token, "
-                    f"{statistics.median(ends[name]):.2f} ms to the end"
+                    f"{name} first token {statistics.median(firsts[name]):.2f} ms, "
+                    f"end {statistics.median(ends[name]):.2f} ms"
                     for name in ways
                 )
             )
@@ -194,26 +221,25 @@ async def added_ms(ways: Mapping[str, Ask], replies: int) -> tuple[float, float]
     return first_gateway - first_direct, end_gateway - end_direct
 
 
-async def measure(options: argparse.Namespace, engine_url: str, url: str) -> dict[str, float]:
+async def measure(options: argparse.Namespace, engine_url: str, port: int) -> dict[str, float]:
     engine = wiring.make_engine(settings_of(options.data), engine_url)
-    limits = httpx.Limits(max_connections=options.clients, max_keepalive_connections=None)
-    headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=60) as http:
+    client = BareClient(port)
 
-        def ways(tokens: int) -> dict[str, Ask]:
-            return {"direct": direct(engine, tokens), "gateway": through_gateway(http, tokens)}
+    def ways(tokens: int) -> dict[str, Ask]:
+        return {"direct": direct(engine, tokens), "gateway": client.ask(tokens)}
 
-        await added_ms(ways(SHORT), 3)  # warm both
-        # What is added does not depend on a reply's length, so short ones are asked for.
-        first, end = await added_ms(ways(SHORT), options.replies)
-        rates: dict[str, list[float]] = {"direct": [], "gateway": []}
-        for round_number in range(options.rounds):
-            for name, ask in ways(options.tokens).items():
-                rates[name].append(await tokens_per_s(ask, options.clients, 2))
-                console.print(
-                    f"round {round_number + 1}/{options.rounds}: {options.clients} clients "
-                    f"{name}: {rates[name][-1]:.0f} tokens/s"
-                )
+    await added_ms(ways(SHORT), 3)  # warm both
+    # What is added does not depend on a reply's length, so short ones are asked for.
+    first, end = await added_ms(ways(SHORT), options.replies)
+    rates: dict[str, list[float]] = {"direct": [], "gateway": []}
+    for round_number in range(options.rounds):
+        for name, ask in ways(options.tokens).items():
+            rates[name].append(await tokens_per_s(ask, options.clients, 4))
+            console.print(
+                f"round {round_number + 1}/{options.rounds}: {options.clients} clients "
+                f"{name}: {rates[name][-1]:.0f} tokens/s"
+            )
+    client.close()
     await engine.aclose()
     through = statistics.median(rates["gateway"])
     return {
@@ -241,7 +267,7 @@ def main() -> None:
         gateway = [os.path.abspath(__file__), "--serve", engine_url]
         gateway += ["--data", str(options.data), "--port", str(port)]
         with running(scripted, f"{engine_url}/health"), running(gateway, f"{url}/readyz"):
-            result = asyncio.run(measure(options, engine_url, url))
+            result = asyncio.run(measure(options, engine_url, port))
     print("RESULT " + json.dumps(result))
 
 

@@ -55,7 +55,7 @@ def create_app(*, engine: Engine, store: Store, settings: Settings, admin_key: s
         admission=Admission(settings.service.max_in_flight),
         metrics=metrics,
         probe=EngineProbe(engine),
-        later=Later(),
+        later=Later(metrics.late_dropped.inc),
     )
 
     @contextlib.asynccontextmanager

@@ -17,9 +17,10 @@ Attempt = Callable[[], Awaitable[bool]]
 
 
 class Later:
-    """At most `limit` writes waiting for their next attempt."""
+    """At most `limit` writes waiting for their next attempt; `on_drop` counts those given up."""
 
-    def __init__(self, limit: int = 1024) -> None:
+    def __init__(self, on_drop: Callable[[], None], limit: int = 1024) -> None:
+        self._on_drop = on_drop
         self._limit = limit
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
@@ -50,6 +51,7 @@ class Later:
                 return
             if self._closing.is_set():
                 break
+        self._on_drop()
         logger.error("action=late_write_dropped name=%s", name)
 
 

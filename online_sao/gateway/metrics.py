@@ -46,8 +46,13 @@ class Metrics:
         )
         self.feedback = Counter(
             "sao_feedback",
-            "Feedback by status: accepted, duplicate, already_trained, pending, dropped.",
+            "Feedback by status: accepted, duplicate, already_trained, pending.",
             ["status"],
+            registry=registry,
+        )
+        self.late_dropped = Counter(
+            "sao_late_writes_dropped",
+            "Records and pending feedback given up after their last attempt.",
             registry=registry,
         )
         self.in_flight = Gauge("sao_in_flight", "Chats in flight.", registry=registry)

@@ -188,10 +188,13 @@ class Turn:
             not_trainable=not_trainable,
             error=error,
         )
-        if not await uninterrupted(self._store_completion(completion)):
-            self._services.later.add(
-                completion.rollout_id, lambda: self._store_completion(completion), _LATE_DELAYS_S
-            )
+        if await uninterrupted(self._store_completion(completion)):
+            return
+        if not self._services.later.add(
+            completion.rollout_id, lambda: self._store_completion(completion), _LATE_DELAYS_S
+        ):
+            self._services.metrics.late_dropped.inc()
+            logger.error("action=completion_lost id=%s error=too many wait", completion.rollout_id)
 
     async def _store_completion(self, completion: RolloutCompletion) -> bool:
         """Write the record; False when the database cannot be reached now."""

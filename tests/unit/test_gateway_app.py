@@ -338,7 +338,7 @@ async def test_thirty_slow_streams_on_a_database_leave_the_other_endpoints_answe
     migrate(url)
     store = SqlStore(url)
     await store.open()
-    engine = HandEngine(reply_of(*"abcdefghij"), delay=0.1)
+    engine = HandEngine(reply_of(*"abcdefghijklmnopqrst"), delay=0.1)
     limits = httpx.Limits(max_connections=100)
     async with (
         live(engine, store) as service,
@@ -352,7 +352,7 @@ async def test_thirty_slow_streams_on_a_database_leave_the_other_endpoints_answe
         for path in ("/healthz", "/readyz", "/metrics", "/v1/models"):
             began = time.monotonic()
             assert (await client.get(path)).status_code == 200
-            assert time.monotonic() - began < 0.5
+            assert time.monotonic() - began < 1.0
         assert (await store.ledger()).counts[LedgerState.IN_FLIGHT] == 30
         assert [(await stream).status_code for stream in streams] == [200] * 30
     ledger = await store.ledger()

@@ -112,6 +112,6 @@ async def test_thirty_slow_streams_leave_the_other_endpoints_answering() -> None
         for path in ("/healthz", "/readyz", "/metrics", "/v1/models"):
             began = loop.time()
             assert (await b.client.get(path)).status_code == 200
-            assert loop.time() - began < 0.2
+            assert loop.time() - began < 0.5
         assert b.app.state.services.admission.in_flight == 30
         assert {(await stream).status_code for stream in streams} == {200}

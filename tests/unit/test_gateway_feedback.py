@@ -179,6 +179,7 @@ async def test_feedback_that_stays_unknown_is_dropped_in_words(
     assert answer.status_code == 202
     assert f"action=late_write_dropped name={answer.json()['id']}" in caplog.text
     assert 'sao_feedback_total{status="pending"} 1.0' in metrics
+    assert "sao_late_writes_dropped_total 1.0" in metrics
 
 
 async def test_thumbs_down_then_up_are_both_kept_in_order() -> None:

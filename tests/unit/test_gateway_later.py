@@ -5,10 +5,19 @@ import pytest
 from online_sao.gateway.later import Later, uninterrupted
 
 
+class Drops:
+    def __init__(self) -> None:
+        self.number = 0
+
+    def count(self) -> None:
+        self.number += 1
+
+
 async def test_a_late_completion_gives_up_in_words_when_the_lifespan_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    later = Later()
+    drops = Drops()
+    later = Later(drops.count)
     tries: list[int] = []
 
     async def never() -> bool:
@@ -18,11 +27,13 @@ async def test_a_late_completion_gives_up_in_words_when_the_lifespan_ends(
     assert later.add("chatcmpl-x", never, (60.0, 60.0))
     await asyncio.wait_for(later.settle(), 1.0)
     assert tries == [1]
+    assert drops.number == 1
     assert "action=late_write_dropped name=chatcmpl-x" in caplog.text
 
 
 async def test_later_refuses_more_than_its_limit() -> None:
-    later = Later(limit=1)
+    drops = Drops()
+    later = Later(drops.count, limit=1)
 
     async def done() -> bool:
         return True
@@ -59,7 +70,8 @@ async def test_uninterrupted_work_ends_before_its_caller_is_cancelled() -> None:
 
 
 async def test_a_late_write_is_tried_until_it_succeeds() -> None:
-    later = Later()
+    drops = Drops()
+    later = Later(drops.count)
     tries: list[int] = []
 
     async def third_time() -> bool:
@@ -71,3 +83,4 @@ async def test_a_late_write_is_tried_until_it_succeeds() -> None:
         while len(later):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert len(tries) == 3
+    assert drops.number == 0
