@@ -1,0 +1,177 @@
+"""The embedded engine's decoding against transformers' own model in a plain batched loop.
+
+Both write the same number of tokens after the same prompts, with the same dtype and threads, and
+take turns, so that a busy machine slows both; each side's best round counts. The engine is
+measured through its HTTP face: rendering to JSON, streaming and log-probabilities included. The
+plain loop is a forward pass with transformers' own cache, softmax, `torch.multinomial` and the
+sampled token's log-probability, in one batch that nobody joins or leaves.
+
+- `decode_ratio`: tokens per second at 32 replies, engine over plain loop.
+- `decode_ratio_cumsum`: over the same loop with the cheaper sampling by a cumulative sum.
+
+    python benchmarks/decode.py --quick
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from engine_process import engine_process, model_folder
+from rich.console import Console
+from rich.progress import Progress
+
+console = Console(stderr=True)
+FIRST_ID, LAST_ID = 1000, 20000
+PROMPT_TOKENS = 60
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, shorter replies")
+    parser.add_argument("--model", type=Path, help="a prepared folder; else it is made (30 s)")
+    parser.add_argument("--replies", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=40, help="per reply")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    args = parser.parse_args()
+    args.rounds = 2 if args.quick else 5
+    if args.quick:
+        args.tokens = min(args.tokens, 20)
+    return args
+
+
+def make_prompts(count: int) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randint(FIRST_ID, LAST_ID) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+
+async def through_engine(url: str, prompts: list[list[int]], tokens: int) -> float:
+    """Seconds for all replies, streamed."""
+
+    async def one(client: httpx.AsyncClient, number: int) -> int:
+        body = {
+            "request_id": f"bench-{number}",
+            "token_ids": prompts[number],
+            "sampling_params": {
+                "temperature": 1.0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0,
+                "seed": number,
+            },
+            "output_mode": "text",
+            "stream": True,
+        }  # fmt: skip
+        count = 0
+        async with client.stream("POST", "/inference/v1/generate", json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        count += len(choice["token_ids"])
+        return count
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=url, timeout=600, limits=limits, trust_env=False
+    ) as client:
+        began = time.perf_counter()
+        counts = await asyncio.gather(*(one(client, n) for n in range(len(prompts))))
+        took = time.perf_counter() - began
+    assert counts == [tokens] * len(prompts), counts
+    return took
+
+
+def load_plain(folder: Path, dtype: str, threads: int) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    from online_sao.engines.embedded.weights import choose_dtype
+
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    chosen = choose_dtype(dtype, torch.device("cpu"))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=chosen).eval()
+
+
+def by_multinomial(logits: Any) -> Any:
+    import torch
+
+    logprobs = logits.float().log_softmax(-1)
+    token = torch.multinomial(logprobs.exp(), 1)
+    logprobs.gather(1, token)
+    return token
+
+
+def by_cumsum(logits: Any) -> Any:
+    import torch
+
+    logprobs = logits.float().log_softmax(-1)
+    cumulative = logprobs.exp().cumsum(-1)
+    token = torch.searchsorted(cumulative, torch.rand(len(logits), 1) * cumulative[:, -1:])
+    logprobs.gather(1, token)
+    return token
+
+
+def plain_loop(
+    model: Any, prompts: list[list[int]], tokens: int, sample: Callable[[Any], Any]
+) -> float:
+    """Seconds for all replies in one batch."""
+    import torch
+
+    with torch.inference_mode():
+        began = time.perf_counter()
+        out = model(input_ids=torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+        token = sample(out.logits[:, -1])
+        for _ in range(tokens - 1):
+            out = model(input_ids=token, cache=out.cache, use_cache=True, logits_to_keep=1)
+            token = sample(out.logits[:, -1])
+        return time.perf_counter() - began
+
+
+def main() -> None:
+    args = arguments()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    prompts = make_prompts(args.replies)
+    best = {"engine": float("inf"), "multinomial": float("inf"), "cumsum": float("inf")}
+    with model_folder(args.model) as folder:
+        model = load_plain(folder, args.dtype, args.threads)
+        with (
+            engine_process(folder, threads=args.threads, dtype=args.dtype) as engine,
+            Progress(console=console) as progress,
+        ):
+            task = progress.add_task("decode", total=3 * (args.rounds + 1))
+            for turn in range(-1, args.rounds):  # the first round warms both up
+                took = {
+                    "engine": asyncio.run(through_engine(engine.url, prompts, args.tokens)),
+                    "multinomial": plain_loop(model, prompts, args.tokens, by_multinomial),
+                    "cumsum": plain_loop(model, prompts, args.tokens, by_cumsum),
+                }
+                progress.advance(task, 3)
+                if turn >= 0:
+                    best = {name: min(best[name], seconds) for name, seconds in took.items()}
+            peak = engine.peak_gib()
+    rate = {name: args.replies * args.tokens / seconds for name, seconds in best.items()}
+    console.print({name: f"{value:.0f} tokens/s" for name, value in rate.items()})
+    result = {
+        "decode_ratio": round(rate["engine"] / rate["multinomial"], 3),
+        "decode_ratio_cumsum": round(rate["engine"] / rate["cumsum"], 3),
+        "engine_tokens_per_s": round(rate["engine"], 1),
+        "plain_tokens_per_s": round(rate["multinomial"], 1),
+        "plain_cumsum_tokens_per_s": round(rate["cumsum"], 1),
+        "engine_peak_gib": round(peak, 3),
+        "replies": args.replies,
+        "threads": args.threads,
+    }
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
