@@ -323,6 +323,13 @@ async def test_retention_takes_the_words_of_what_is_finished_and_old_and_no_coun
     assert await world.states([trained]) == [S.CRITIC_ONLY]
 
 
+async def test_retention_goes_on_until_nothing_old_is_left(world: World) -> None:
+    ids = [await world.served(not_trainable=NotTrainable.GREEDY) for _ in range(120)]
+    assert await world.store.prune_text(NOON) == 120
+    last = await world.store.get_rollout(ids[-1])
+    assert last.request.messages == ()
+
+
 # -- notes and alarms ----------------------------------------------------------------------
 
 
