@@ -62,6 +62,12 @@ class PolicySettings(_Section):
     max_model_len: int = Field(
         2048, ge=16, description="Context length (tokens), prompt and reply. Source: CPU memory."
     )
+    default_max_tokens: int = Field(
+        0,
+        ge=0,
+        description="Longest reply (tokens) where a client names no max_tokens; 0: what the "
+        "context holds, as OpenAI does. Source: a small model at temperature 1 rambles on.",
+    )
 
 
 class EngineSettings(_Section):
@@ -298,6 +304,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "online": {},
     "interactive": {
+        "policy": {"default_max_tokens": 256},
         "judging": {"feedback_wait_s": 20.0},
         "algorithm": {"value_warmup_updates": 2},
         "learner": {"batch_size": 8},

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from online_sao.errors import (
@@ -21,7 +21,14 @@ from online_sao.gateway.later import uninterrupted
 from online_sao.gateway.problems import ApiError, error_word, from_below
 from online_sao.gateway.record import ReplyRecord
 from online_sao.gateway.services import Services
-from online_sao.types import NotTrainable, Outcome, RenderedPrompt, ReplyChunk, RolloutCompletion
+from online_sao.types import (
+    NotTrainable,
+    Outcome,
+    RenderedPrompt,
+    ReplyChunk,
+    RolloutCompletion,
+    Sampling,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +138,8 @@ class Turn:
     async def _generate(self, prompt: RenderedPrompt, sink: Sink) -> None:
         request, record = self.record.request, self.record
         began = self._began
-        reply = self._services.engine.generate(prompt, request.sampling, request_id=request.id)
+        sampling = self._bounded(request.sampling, prompt)
+        reply = self._services.engine.generate(prompt, sampling, request_id=request.id)
         async with aclosing(reply):
             async for chunk in reply:
                 if began and chunk.token_ids:
@@ -141,6 +149,14 @@ class Turn:
                 await sink.chunk(chunk)
         if record.finish_reason not in ("stop", "length", "abort"):
             raise EngineUnavailable("the engine's reply ended without a finish reason")
+
+    def _bounded(self, sampling: Sampling, prompt: RenderedPrompt) -> Sampling:
+        """The sampling with the service's own bound, where the client named none."""
+        policy = self._services.settings.policy
+        if sampling.max_tokens is not None or policy.default_max_tokens == 0:
+            return sampling
+        room = policy.max_model_len - len(prompt.token_ids)
+        return replace(sampling, max_tokens=max(1, min(policy.default_max_tokens, room)))
 
     async def _complete(self, sink: Sink) -> None:
         """A reply that is whole, or one that the engine gave up: close the row, tell the client."""

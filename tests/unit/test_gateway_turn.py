@@ -242,3 +242,21 @@ async def test_a_row_is_completed_once_whatever_ends_the_turn() -> None:
         await b.chat(stream=True)
     assert calls == [Outcome.COMPLETED, Outcome.COMPLETED, Outcome.FAILED, Outcome.FAILED]
     assert len(store.ends) == len(store.rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("named", "default", "passed_on"), [(None, 0, None), (None, 30, 30), (7, 30, 7)]
+)
+async def test_a_client_that_names_no_max_tokens_gets_the_services_own_bound(
+    named: int | None, default: int, passed_on: int | None
+) -> None:
+    async with bench() as b:
+        services = b.app.state.services
+        policy = services.settings.policy.model_copy(update={"default_max_tokens": default})
+        bounded = services.settings.model_copy(update={"policy": policy})
+        object.__setattr__(services, "settings", bounded)
+        fields = {} if named is None else {"max_tokens": named}
+        assert (await b.chat(**fields)).status_code == 200
+        (rollout,) = [await b.only_rollout()]
+    assert b.engine.seen[0][1].max_tokens == passed_on
+    assert rollout.request.sampling.max_tokens == named  # the record says what was asked
