@@ -212,9 +212,25 @@ async def test_a_renewed_lease_holds_and_a_taken_one_cannot_be_renewed(world: Wo
     for _ in range(2):
         with pytest.raises(LeaseLost):
             await world.store.renew_lease("slow", 60)
-    await world.claim(1, owner="slow")
+    assert await world.store.release_leases("slow") == 0
     await world.store.renew_lease("slow", 60)
     await world.store.renew_lease("never held anything", 60)
+
+
+async def test_whoever_claims_anew_has_heard_of_its_loss(world: World) -> None:
+    await world.judged(1)
+    await world.served()
+    for claim in (
+        world.claim(1, owner="slow"),
+        world.store.claim_unjudged("slow", limit=1, lease_s=60),
+    ):
+        assert len(await claim) == 1
+        world.clock.forward(61)
+        await world.store.recover_leases()
+        with pytest.raises(LeaseLost):
+            await world.store.renew_lease("slow", 60)
+    await world.claim(1, owner="slow")
+    await world.store.renew_lease("slow", 60)
 
 
 async def test_an_overdue_lease_that_nobody_took_is_still_its_owners(world: World) -> None:
