@@ -24,9 +24,8 @@ from online_sao.judging import (
     JudgingWorker,
     build_evidence,
     full_jitter,
-    load_judge,
-    load_rubric,
 )
+from online_sao.rubrics import load_judge, load_rubric
 from online_sao.store.memory import MemoryStore
 from online_sao.types import (
     FEEDBACK_PREFIX,
