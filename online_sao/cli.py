@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import online_sao
 from online_sao import wiring
@@ -22,6 +23,7 @@ from online_sao.config import ENV_ADMIN_KEY, PresetName, Settings, load_settings
 from online_sao.datafolder import DataFolder
 from online_sao.errors import OnlineSaoError
 from online_sao.interfaces import Store
+from online_sao.ports import url_of
 
 app = typer.Typer(
     help="A chat service whose model keeps learning from its own judged replies.",
@@ -90,7 +92,7 @@ def up(
     admin_key = os.environ.get(ENV_ADMIN_KEY) or None
 
     def say(text: str) -> None:
-        err.print(text, soft_wrap=True, highlight=False)
+        err.print(text, soft_wrap=True, highlight=False, markup=False)
 
     _run_until_signal(lambda stop: service.up(settings, admin_key, stop, say))
 
@@ -125,13 +127,13 @@ def chat(
     """Chat in the terminal and rate each reply with + or -."""
     from online_sao import terminal
 
-    folder = DataFolder(_running_settings(config, data).service.data)
     running = _running_settings(config, data).service
+    folder = DataFolder(running.data)
     key = os.environ.get(ENV_ADMIN_KEY) or folder.read_key()
     if key is None:
         _fail(f"there is no key in {folder.key_file}: start the service first, or set "
               f"{ENV_ADMIN_KEY}")  # fmt: skip
-    _guard(lambda: terminal.chat(url or f"http://127.0.0.1:{running.port}", key))
+    _guard(lambda: terminal.chat(url or url_of(running.host, running.port), key))
 
 
 @app.command()
@@ -221,7 +223,7 @@ def learner_pause(data: DataOption = None, config: ConfigOption = None) -> None:
 
 @learner_app.command("resume")
 def learner_resume(data: DataOption = None, config: ConfigOption = None) -> None:
-    """Learn again."""
+    """Learn again, from what was judged in the meantime too."""
     _set_paused(config, data, False)
 
 
@@ -250,9 +252,11 @@ def _settings(
 def _running_settings(config: Path | None, data: Path | None) -> Settings:
     """What the service on this data folder was started with, else the settings as they are."""
     settings = _settings(config, None, data)
-    running = DataFolder(settings.service.data).running_settings
-    if config is None and running.exists():
-        return _guard(lambda: load_settings(running, environ={}))
+    folder = DataFolder(settings.service.data)
+    if config is None and folder.running_settings.exists():
+        # The folder may have been moved or copied since: it is this one that is asked about.
+        here: dict[str, dict[str, Any]] = {"service": {"data": folder.root}}
+        return _guard(lambda: load_settings(folder.running_settings, here, environ={}))
     return settings
 
 
@@ -323,7 +327,7 @@ def _guard(work: Callable[[], T]) -> T:
 
 
 def _fail(message: str) -> NoReturn:
-    err.print(f"[red]online-sao:[/red] {message}", highlight=False, soft_wrap=True)
+    err.print(f"[red]online-sao:[/red] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(1)
 
 
