@@ -42,7 +42,7 @@ from online_sao.types import (
 
 console = Console(stderr=True)
 STREAMS = 4
-PROMPT_TOKENS = 60
+PROMPT_TOKENS, REPLY_TOKENS = 60, 300
 REST_S = 1.5
 """Between two swaps."""
 
@@ -65,18 +65,18 @@ class Stream:
     engine: HttpEngine
     number: int
     times: list[float] = field(default_factory=list)
-    tokens: int = 0
 
     async def run(self, stop: asyncio.Event) -> None:
         prompt = RenderedPrompt(tuple(1000 + 97 * i + self.number for i in range(PROMPT_TOKENS)))
         for turn in itertools.count():
             # An end token that cannot come keeps the streams alive; no swap may fall between two.
-            sampling = Sampling(seed=turn, max_tokens=1500, logit_bias=((2, -100.0), (0, -100.0)))
+            sampling = Sampling(
+                seed=turn, max_tokens=REPLY_TOKENS, logit_bias=((2, -100.0), (0, -100.0))
+            )
             replies = self.engine.generate(prompt, sampling, request_id=f"s{self.number}-{turn}")
             try:
-                async for chunk in replies:
+                async for _chunk in replies:
                     self.times.append(time.perf_counter())
-                    self.tokens += len(chunk.token_ids)
                     if stop.is_set():
                         return
             finally:
@@ -160,7 +160,7 @@ async def measure(
         stop = asyncio.Event()
         running = [asyncio.create_task(s.run(stop)) for s in streams]
         await asyncio.sleep(REST_S)
-        stalls, lengths, deliveries = [], [], []
+        stalls, deliveries = [], []
         task = progress.add_task("swap", total=swaps)
         before = version(102, folders[1])
         for turn in range(swaps):
@@ -171,13 +171,13 @@ async def measure(
             stalls.append(
                 max(s.longest_gap(began, began + deliveries[-1].total_s) for s in streams)
             )
-            lengths = [PROMPT_TOKENS + s.tokens for s in streams]
             before = new
             progress.advance(task)
         gaps = [b - a for s in streams for a, b in itertools.pairwise(s.times)]
         stop.set()
         await asyncio.gather(*running)
-        prefill_s = await prefill_alone(engine, [min(length, 1500) // 2 for length in lengths])
+        mean_length = PROMPT_TOKENS + REPLY_TOKENS // 2
+        prefill_s = await prefill_alone(engine, [mean_length] * STREAMS)
     finally:
         await engine.aclose()
     stall_p50 = statistics.median(stalls)

@@ -1,7 +1,7 @@
 """From a version folder to a model that can serve: whole or not at all, what was read hashed.
 
-The bytes are read once into memory; the SHA-256 is of those very bytes, and the tensors are
-views of them. A new version becomes a new module beside the old one: names, tied embeddings and
+The bytes are read once, into the tensors that serve; the SHA-256 is of those very bytes. A new
+version becomes a new module beside the old one: names, tied embeddings and
 checkpoint conversions are transformers' business, and nothing that serves is touched.
 """
 
@@ -105,44 +105,61 @@ def read_tensors(folder: Path, manifest: Manifest) -> tuple[dict[str, Tensor], s
     tensors: dict[str, Tensor] = {}
     hashes: dict[str, str] = {}
     for name in sorted(manifest.files):
+        path = folder / name
         try:
-            data = bytearray((folder / name).stat().st_size)
-            with (folder / name).open("rb", buffering=0) as file:
-                read = file.readinto(data)
+            found, hashes[name] = read_safetensors(path)
         except OSError as error:
-            raise VersionFolderError(f"{folder / name} cannot be read: {error}") from error
-        if read != len(data):
-            raise VersionFolderError(f"{folder / name} is cut short")
-        hashes[name] = hashlib.sha256(data).hexdigest()
+            raise VersionFolderError(f"{path} cannot be read: {error}") from error
+        except (struct.error, KeyError, TypeError, ValueError) as error:
+            raise VersionFolderError(f"{path} is no safetensors file: {error}") from error
         if hashes[name] != manifest.files[name]:
-            raise VersionFolderError(f"{folder / name} is not the file its manifest names")
-        tensors.update(parse_safetensors(data, folder / name))
+            raise VersionFolderError(f"{path} is not the file its manifest names")
+        tensors.update(found)
     return tensors, combine_hashes(hashes)
 
 
-def parse_safetensors(data: bytearray, path: Path) -> dict[str, Tensor]:
-    """The tensors in a safetensors file's bytes, as views of them."""
-    try:
-        (length,) = struct.unpack_from("<Q", data)
-        header: dict[str, Any] = json.loads(bytes(data[8 : 8 + length]))
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], str]:
+    """The file's tensors and its SHA-256, in one reading: what is hashed is what is used."""
+    digest = hashlib.sha256()
+    tensors = {}
+    with path.open("rb", buffering=0) as file:
+        start = _read(file, 8, digest)
+        (length,) = struct.unpack("<Q", start)
+        if length > path.stat().st_size:
+            raise VersionFolderError(f"{path} is cut short")
+        header: dict[str, Any] = json.loads(bytes(_read(file, length, digest)))
         header.pop("__metadata__", None)
-        tensors = {}
-        for name, entry in header.items():
+        at = 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             begin, end = entry["data_offsets"]
             dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
-            if end - begin != math.prod(shape) * dtype.itemsize:
+            if begin != at or end - begin != math.prod(shape) * dtype.itemsize:
                 raise VersionFolderError(f"{path}: {name} has the wrong size")
-            raw = (
-                torch.frombuffer(
-                    data, dtype=dtype, count=math.prod(shape), offset=8 + length + begin
-                )
-                if end > begin
-                else torch.empty(0, dtype=dtype)
-            )
-            tensors[name] = raw.view(shape)
-    except (struct.error, KeyError, TypeError, ValueError) as error:
-        raise VersionFolderError(f"{path} is no safetensors file: {error}") from error
-    return tensors
+            tensor = torch.empty(shape, dtype=dtype)
+            if end > begin:
+                raw: Any = tensor.view(-1).view(torch.uint8).numpy()
+                _read_into(file, memoryview(raw), digest)
+            tensors[name], at = tensor, end
+        if file.read(1):
+            raise VersionFolderError(f"{path} is longer than its header says")
+    return tensors, digest.hexdigest()
+
+
+def _read(file: Any, count: int, digest: Any) -> bytearray:
+    data = bytearray(count)
+    _read_into(file, memoryview(data), digest)
+    return data
+
+
+def _read_into(file: Any, view: memoryview, digest: Any) -> None:
+    """Fill `view` and hash it. Raises VersionFolderError at the file's end."""
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            raise VersionFolderError(f"{file.name} is cut short")
+        done += count
+    digest.update(view)
 
 
 def build_model(folder: Path, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> nn.Module:
@@ -206,16 +223,14 @@ def can_pack() -> bool:
 
 
 def pack(model: nn.Module) -> None:
-    """Pack the bfloat16 linear layers where that is possible; own what remains.
-
-    What is not packed is copied, so that the buffer the file was read into can be freed.
-    """
-    if can_pack():
-        for name, module in list(model.named_modules()):
-            if type(module) is nn.Linear and module.weight.dtype == torch.bfloat16:
-                model.set_submodule(name, PackedLinear(module))
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
+    """Pack the bfloat16 linear layers where that is possible; each one's own matrix is freed."""
+    if not can_pack():
+        return
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    for name in names:
+        linear = model.get_submodule(name)
+        if isinstance(linear, nn.Linear) and linear.weight.dtype == torch.bfloat16:
+            model.set_submodule(name, PackedLinear(linear))
 
 
 def retire(model: nn.Module) -> None:
