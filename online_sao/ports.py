@@ -32,7 +32,7 @@ def listen(host: str, port: int) -> Listening:
     """Bind. Raises ConfigError when the address cannot be had."""
     try:
         sock = _bound(host, port)
-    except (OSError, UnicodeError) as error:
+    except (OSError, TypeError) as error:  # TypeError: no name of a host at all
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(
             f"cannot listen on {host}:{port}: {reason}; choose another with --host or --port"

@@ -35,7 +35,7 @@ def test_taken_port_is_refused_by_name_and_its_owner_keeps_it(taken: int) -> Non
         pass
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "x" * 70])
+@pytest.mark.parametrize("host", ["192.0.2.1", "x" * 70, "ä..b"])
 def test_address_that_is_not_this_machines_is_refused_by_name(host: str) -> None:
     with pytest.raises(ConfigError, match=f"cannot listen on {host}:0"):
         listen(host, 0)

@@ -226,7 +226,7 @@ def test_nobody_there_is_said_with_the_address_and_what_to_do() -> None:
             terminal.chat(url, KEY)
 
 
-@pytest.mark.parametrize("url", ["not-a-url", "http://[", "ftp://127.0.0.1"])
+@pytest.mark.parametrize("url", ["not-a-url", "http://127.0.0.1:port", "ftp://127.0.0.1"])
 def test_address_that_is_none_is_refused_in_one_line(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         terminal.chat(url, KEY)
