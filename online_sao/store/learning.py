@@ -39,8 +39,6 @@ from online_sao.types import (
     VersionState,
 )
 
-_PAGE = 64
-
 
 @dataclass(frozen=True, slots=True)
 class ClaimRules:
@@ -55,7 +53,6 @@ class ClaimRules:
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     rollout_id: str
-    created_at: datetime
     spans: list[tuple[int, int, int]]
     tokens: int
     cut: bool
@@ -69,7 +66,7 @@ def claim_trajectories(
     leases.forget_loss(conn, owner)
     steps = policies.lineage_back(conn, rules.max_lag)
     chosen: dict[str, int] = {}
-    for candidate in _judged_oldest_first(conn):
+    for candidate in _judged_oldest_first(conn, rules.size):
         lag = lag_of(candidate.spans, steps)
         reason = discard_reason(
             lag=lag,
@@ -89,8 +86,11 @@ def claim_trajectories(
     return []
 
 
-def _judged_oldest_first(conn: sa.Connection) -> Iterator[_Candidate]:
-    """Judged rollouts that nobody else has locked, a page at a time, locked as they come."""
+def _judged_oldest_first(conn: sa.Connection, page_size: int) -> Iterator[_Candidate]:
+    """Judged rollouts that nobody else has locked, a page at a time, locked as they come.
+
+    A page is no larger than a batch: what is locked here is hidden from other learners.
+    """
     query = (
         sa.select(
             LedgerRow.rollout_id,
@@ -103,7 +103,7 @@ def _judged_oldest_first(conn: sa.Connection) -> Iterator[_Candidate]:
         .join(RolloutRow, RolloutRow.id == LedgerRow.rollout_id)
         .where(LedgerRow.state == LedgerState.JUDGED, LedgerRow.reason == "")
         .order_by(LedgerRow.created_at, LedgerRow.rollout_id)
-        .limit(_PAGE)
+        .limit(page_size)
         .with_for_update(of=LedgerRow, skip_locked=True)
     )
     page = query
@@ -111,7 +111,6 @@ def _judged_oldest_first(conn: sa.Connection) -> Iterator[_Candidate]:
         for row in rows:
             yield _Candidate(
                 rollout_id=row.rollout_id,
-                created_at=row.created_at,
                 spans=[(version, start, end) for version, start, end in row.version_spans],
                 tokens=row.prompt_tokens + row.reply_tokens,
                 cut=row.finish_reason == "length",

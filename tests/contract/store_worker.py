@@ -1,6 +1,6 @@
 """A learner's process as the store sees it: claims and commits until it is killed.
 
-python store_worker.py URL
+python store_worker.py URL BATCH
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from online_sao.types import (
 )
 
 
-async def learn(url: str) -> None:
+async def learn(url: str, size: int) -> None:
     store = SqlStore(url)
     await store.open()
     owner = f"learner-{os.getpid()}"
@@ -30,7 +30,7 @@ async def learn(url: str) -> None:
     sys.stdout.flush()
     while True:
         batch = await store.claim_trajectories(
-            owner, size=4, lease_s=0.5, max_lag=10**6, max_train_tokens=1000, skip_cut=False
+            owner, size=size, lease_s=0.5, max_lag=10**6, max_train_tokens=1000, skip_cut=False
         )
         if not batch:
             await asyncio.sleep(0.02)
@@ -46,4 +46,4 @@ async def learn(url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(learn(sys.argv[1]))
+    asyncio.run(learn(sys.argv[1], int(sys.argv[2])))

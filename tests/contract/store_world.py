@@ -73,6 +73,7 @@ class World:
     """Another store on the same data."""
     url: str | None = None
     _order: Iterator[int] = field(default_factory=count)
+    _rubric: str | None = None
 
     def request(self, **changes: Any) -> RolloutRequest:
         """A request, a second younger than the one before."""
@@ -109,7 +110,11 @@ class World:
         return request.id
 
     async def rubric_id(self) -> str:
-        return (await self.store.put_rubric("short", "judges.rules:RulesJudge", {"max": 40})).id
+        """Of the one rubric version that this world's judgements name."""
+        if self._rubric is None:
+            put = self.store.put_rubric
+            self._rubric = (await put("short", "judges.rules:RulesJudge", {"max": 40})).id
+        return self._rubric
 
     async def judgement(self, rollout_id: str, reward: float | None = 1.0) -> Judgement:
         """A score; or with None a judgement that the reply cannot be scored."""

@@ -87,7 +87,7 @@ async def test_a_batch_of_nothing_but_discards_and_an_empty_store_give_no_batch(
     assert await world.store.count_updates() == 1
 
 
-async def test_more_rollouts_than_a_page_are_claimed_oldest_first(world: World) -> None:
+async def test_a_large_batch_is_claimed_oldest_first(world: World) -> None:
     ids = await world.judged(70)
     assert [t.rollout_ids[0] for t in await world.claim(66)] == ids[:66]
     assert await world.counts() == {S.LEASED: 66, S.JUDGED: 4}

@@ -25,11 +25,11 @@ WORKER = Path(__file__).with_name("store_worker.py")
 
 
 @asynccontextmanager
-async def learner(url: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def learner(url: str, batch: int = 4) -> AsyncIterator[asyncio.subprocess.Process]:
     """A learner's process, killed at the end."""
     pipe = subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-W", "error", str(WORKER), url, stdout=pipe, stderr=pipe
+        sys.executable, "-W", "error", str(WORKER), url, str(batch), stdout=pipe, stderr=pipe
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -58,7 +58,7 @@ async def chat(world: World, store: SqlStore, until: float) -> int:
     while time.monotonic() < until:
         request = world.request(created_at=utc_now())
         await store.insert_rollout(request)
-        await asyncio.sleep(random.uniform(0, 0.02))
+        await asyncio.sleep(random.uniform(0, 0.1))
         completion = world.completion(request.id, completed_at=utc_now())
         await store.complete_rollout(completion)
         if n % 5 == 0:
@@ -80,6 +80,7 @@ async def judge(world: World, store: SqlStore, until: float) -> None:
         await asyncio.sleep(0.005)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)])
 async def test_twenty_writers_a_judge_and_a_learner_never_meet_a_locked_database(
     sql_world: World, seconds: int
@@ -89,17 +90,17 @@ async def test_twenty_writers_a_judge_and_a_learner_never_meet_a_locked_database
     await world.store.add_base_version("base", "00")
     await world.rubric_id()
     store = SqlStore(world.url)  # with the true time
-    async with learner(world.url):
+    async with learner(world.url, batch=16):
         until = time.monotonic() + seconds
         *chats, _ = await asyncio.gather(
             *(chat(world, store, until) for _ in range(20)), judge(world, store, until)
         )
         requests = sum(chat_count for chat_count in chats if chat_count is not None)
-        await ledger_shows(store, lambda counts: counts[S.JUDGED] < 4)
+        await ledger_shows(store, lambda counts: counts[S.JUDGED] < 16)
         ledger = await store.ledger()
     await store.aclose()
     assert ledger.problems == ()
-    assert ledger.requests == requests > 20 * seconds
+    assert ledger.requests == requests > 50 * seconds
     assert sum(ledger.counts[state] for state in (S.TRAINED, S.LEASED, S.JUDGED)) == requests
 
 
