@@ -89,7 +89,7 @@ class VersionWriter:
                 f"{self._start_folder} has no tensors {', '.join(sorted(unknown)[:5])}"
             )
         return {
-            name: tensor.to("cpu", _DTYPES[self._base.tensors[name][0]]).contiguous()
+            name: tensor.to("cpu", _DTYPES[self._base.tensors[name][0]], copy=True).contiguous()
             for name, tensor in converted.items()
             if name in self._base.tensors
         }

@@ -153,7 +153,7 @@ class Decoder:
         ids = torch.arange(4, device=next(self.norm.parameters()).device)[None]
         whole = model(input_ids=ids, use_cache=False).logits
         ours = self.head(self.base(input_ids=ids, use_cache=False).last_hidden_state)
-        if not torch.equal(whole, ours):
+        if not torch.allclose(whole, ours, rtol=1e-3, atol=1e-3):
             raise ModelError(
                 f"{type(model).__name__} changes its logits after the head; not supported"
             )

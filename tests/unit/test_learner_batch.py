@@ -1,0 +1,78 @@
+"""Trajectories as tensors, and their micro-batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from online_sao.learner.batch import TrajectoryBatch
+from online_sao.types import Trajectory
+
+
+def trajectory(mask: str, reward: float = 1.0, temperature: float = 1.0) -> Trajectory:
+    """`mask` as in "..aa.a": a dot is context, an a an action. Token ids count up from 10."""
+    actions = tuple(c == "a" for c in mask)
+    return Trajectory(
+        rollout_ids=(mask,),
+        token_ids=tuple(range(10, 10 + len(mask))),
+        action_mask=actions,
+        logprobs=tuple(-1.0 if a else math.nan for a in actions),
+        reward=reward,
+        temperature=temperature,
+    )
+
+
+def test_rows_are_padded_on_the_right_off_the_mask() -> None:
+    batch = TrajectoryBatch.from_trajectories(
+        [trajectory(".a"), trajectory("..aa", temperature=0.5)]
+    )
+    assert batch.token_ids.tolist() == [[10, 11, 0, 0], [10, 11, 12, 13]]
+    assert batch.action_mask.tolist() == [[False, True, False, False], [False, False, True, True]]
+    assert batch.rollout_logprobs.isnan().tolist() == [
+        [True, False, True, True],
+        [True, True, False, False],
+    ]
+    assert batch.temperatures.tolist() == [1.0, 0.5]
+    assert batch.lengths.tolist() == [2, 4]
+
+
+def test_reward_stands_on_the_last_action_also_before_masked_tokens() -> None:
+    batch = TrajectoryBatch.from_trajectories([trajectory(".aa..a..", reward=0.5)])
+    assert batch.rewards.tolist() == [[0, 0, 0, 0, 0, 0.5, 0, 0]]
+
+
+def test_select_is_cut_to_its_longest() -> None:
+    batch = TrajectoryBatch.from_trajectories([trajectory(".a"), trajectory("..aa")])
+    part = batch.select(torch.tensor([0]))
+    assert part.token_ids.tolist() == [[10, 11]]
+    assert part.rollout_logprobs.shape == part.rewards.shape == (1, 2)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=20),
+    max_tokens=st.integers(1, 100),
+)
+def test_each_row_is_in_one_micro_batch_within_the_limit(
+    lengths: list[int], max_tokens: int
+) -> None:
+    batch = TrajectoryBatch.from_trajectories([trajectory("." * (n - 1) + "a") for n in lengths])
+    parts = batch.micro_batches(max_tokens)
+    assert sorted(row for part in parts for row in part.tolist()) == list(range(len(lengths)))
+    for part in parts:
+        padded = len(part) * int(batch.lengths[part].max())
+        assert padded <= max_tokens or len(part) == 1
+
+
+def test_rows_of_like_length_stand_together() -> None:
+    batch = TrajectoryBatch.from_trajectories([trajectory("." * n + "a") for n in (1, 9, 2, 8)])
+    assert [part.tolist() for part in batch.micro_batches(20)] == [[1, 3], [2, 0]]
+
+
+def test_a_batch_cannot_be_edited() -> None:
+    batch = TrajectoryBatch.from_trajectories([trajectory(".a")])
+    with pytest.raises(AttributeError):
+        batch.rewards = batch.rewards  # type: ignore[misc]
