@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -45,6 +45,7 @@ from online_sao.types import (
 MAX_CLIP_RATIO = 0.001
 MAX_LOG_RATIO = {"BF16": 0.05, "F32": 0.001}
 """Largest mean |log r| (nats) by the dtype the engine serves in."""
+MEASURED = ("clip_ratio", "log_ratio_abs_mean", "log_ratio_abs_max", "kl_rollout")
 MAX_TOKENS = 64
 START_TIMEOUT_S = 300.0
 NEEDED_GIB = 2.0
@@ -140,9 +141,13 @@ async def compare(settings: Settings, replies: int) -> tuple[str, Mapping[str, f
     async with AsyncExitStack() as stack:
         engine = await _start_engine(settings, model, stack)
         trajectories = await asyncio.gather(*(_sample(engine, i) for i in range(replies)))
-    trainer: Any = await asyncio.to_thread(wiring.make_trainer, settings)
+    trainer = await asyncio.to_thread(wiring.make_trainer, settings)
     await asyncio.to_thread(trainer.restore, model, None)
-    measured = await asyncio.to_thread(trainer.measure, trajectories)
+    # An update that leaves the policy alone, by a trainer that is thrown away: it measures the
+    # ratios before it does anything, exactly as the learner does.
+    update = partial(trainer.update, trajectories, critic_only=True)
+    metrics = (await asyncio.to_thread(update)).metrics
+    measured = {name: metrics[name] for name in MEASURED}
     dtypes = {dtype for dtype, _ in Manifest.read(model).tensors.values()}
     return ("BF16" if "BF16" in dtypes else "F32"), measured
 

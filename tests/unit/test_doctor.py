@@ -23,9 +23,10 @@ from online_sao.config import Settings, load_settings
 from online_sao.engines.launch import scripted_command
 from online_sao.engines.scripted import ScriptedEngine
 from online_sao.errors import ConfigError, EngineUnavailable
-from online_sao.types import Message, Sampling, Trajectory
+from online_sao.types import Message, Sampling, TrainingResult, Trajectory, UpdateKind
 
 WELL = {"clip_ratio": 0.0, "log_ratio_abs_mean": 0.0}
+MEASURED = {**WELL, "log_ratio_abs_max": 0.01, "kl_rollout": 1e-5}
 GIB = 2**30
 Usage = namedtuple("Usage", "total used free")
 
@@ -199,9 +200,10 @@ class Scorer:
         self.restored.append((policy, state))
         return ""
 
-    def measure(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float | None]:
+    def update(self, trajectories: Sequence[Trajectory], *, critic_only: bool) -> TrainingResult:
+        assert critic_only  # the policy is not to be moved
         self.trajectories += trajectories
-        return WELL
+        return TrainingResult(UpdateKind.CRITIC_ONLY, {**MEASURED, "value_loss": 0.5})
 
 
 async def prepared(tmp_path: Path) -> Settings:
@@ -227,7 +229,7 @@ async def test_learner_scores_the_very_tokens_that_an_engine_on_the_newest_versi
     monkeypatch.setattr(wiring, "make_trainer", lambda _: scorer)
     dtype, measured = await doctor.compare(settings, 5)
     model = tmp_path / "data" / "model"
-    assert (dtype, measured) == ("F32", WELL)
+    assert (dtype, measured) == ("F32", MEASURED)
     assert started == [model]
     assert scorer.restored == [(model, None)]
     engine = ScriptedEngine()  # says the same in this process
