@@ -134,6 +134,8 @@ def explained_variance(values: Tensor, targets: Tensor, mask: Tensor) -> float |
 
 def log_policy(logits: Tensor, temperature: Tensor | float) -> Tensor:
     """log pi(.|s) = log-softmax(logits / T): (C, V) -> (C, V); T is a number or (C, 1)."""
+    if not isinstance(temperature, Tensor) and temperature == 1.0:
+        return logits.log_softmax(dim=-1)  # a division by 1 is a pass over (C, V) for nothing
     return (logits / temperature).log_softmax(dim=-1)
 
 
@@ -141,16 +143,17 @@ def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Full-softmax KL(p || q) = sum_v p_v (log p_v - log q_v): (C, V), (C, V) -> (C,), nats.
 
     KL(pi_theta || pi_start) is `kl_divergence(log_theta, log_start)`, the other direction
-    `kl_divergence(log_start, log_theta)`.
+    `kl_divergence(log_start, log_theta)`. Log-probabilities are finite, as log-softmax gives
+    them.
     """
-    p = log_p.exp()
-    return torch.where(p > 0.0, p * (log_p - log_q), 0.0).sum(dim=-1)
+    divergence: Tensor = torch.linalg.vecdot(log_p.exp(), log_p - log_q)
+    return divergence
 
 
 def entropy(log_p: Tensor) -> Tensor:
-    """H(p) = -sum_v p_v log p_v: (C, V) -> (C,), nats."""
-    p = log_p.exp()
-    return -torch.where(p > 0.0, p * log_p, 0.0).sum(dim=-1)
+    """H(p) = -sum_v p_v log p_v: (C, V) -> (C,), nats; log-probabilities are finite."""
+    negative: Tensor = torch.linalg.vecdot(log_p.exp(), log_p)
+    return -negative
 
 
 def masked_mean(x: Tensor, mask: Tensor, denominator: float | Tensor | None = None) -> Tensor:

@@ -201,14 +201,16 @@ def test_kl_and_entropy_by_hand() -> None:
     assert sao.kl_divergence(p, q).item() == pytest.approx(forward)
     assert sao.kl_divergence(q, p).item() == pytest.approx(backward)
     assert sao.entropy(p).item() == pytest.approx(math.log(2.0))
-    certain = torch.tensor([0.0, -math.inf])
-    assert sao.entropy(certain).item() == 0.0
-    assert sao.kl_divergence(certain, p).item() == pytest.approx(math.log(2.0))
+    certain = torch.tensor([[100.0, -900.0]]).log_softmax(-1)
+    assert sao.entropy(certain).item() == pytest.approx(0.0)
+    assert sao.kl_divergence(certain, p[None]).item() == pytest.approx(math.log(2.0))
 
 
 def test_log_policy_divides_by_the_temperature_first() -> None:
     got = sao.log_policy(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5]]))
     assert got[0, 0].item() == pytest.approx(-math.log1p(math.exp(-2.0)))
+    logits = torch.randn(3, 5)
+    assert torch.equal(sao.log_policy(logits, 1.0), sao.log_policy(logits, torch.ones(3, 1)))
 
 
 seeds = st.integers(0, 2**31 - 1)
