@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from online_sao.errors import ModelError, VersionFolderError
 from online_sao.manifest import Manifest, combine_hashes
+from online_sao.numerics import ExactHead
 from online_sao.types import ProbeTokens
 
 DTYPES = {
@@ -222,8 +223,23 @@ def can_pack() -> bool:
         return False
 
 
+def unround_head(model: Any) -> None:
+    """Have a bfloat16 model on the CPU give its logits in fp32, their sums unrounded."""
+    head = model.get_output_embeddings()
+    if (
+        isinstance(head, nn.Linear)
+        and head.weight.dtype == torch.bfloat16
+        and head.weight.device.type == "cpu"
+    ):
+        model.set_output_embeddings(ExactHead(head))
+
+
 def pack(model: nn.Module) -> None:
-    """Pack the bfloat16 linear layers where that is possible; each one's own matrix is freed."""
+    """Pack the bfloat16 linear layers where that is possible; each one's own matrix is freed.
+
+    The output head is not packed: its sums must not be rounded (see `online_sao.numerics`).
+    """
+    unround_head(model)
     if not can_pack():
         return
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
