@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from online_sao.engines.embedded.reply import Reply
-from online_sao.engines.embedded.scheduler import PREFILL_TOKENS, Event, Scheduler
+from online_sao.engines.embedded.scheduler import (
+    BURST_TOKENS,
+    PREFILL_TOKENS,
+    Event,
+    Scheduler,
+)
 from online_sao.errors import EngineUnavailable
 from online_sao.types import ReplyChunk, Sampling, VersionSpan
 
@@ -151,12 +156,16 @@ def test_a_long_prompt_is_read_in_parts_between_which_others_decode(world: World
 
 
 def test_no_step_prefills_more_than_its_share(world: World) -> None:
+    """More wait than stream: up to BURST_TOKENS at once; else up to PREFILL_TOKENS."""
     world.do(world.scheduler.pause)
     for i in range(4):
-        world.submit(f"r{i}", 200, 3)
+        world.submit(f"r{i}", PREFILL_TOKENS, 50 if i < 3 else 2)
+    world.submit("late", 200, 3)
+    world.submit("later", 200, 3)
     world.do(world.scheduler.resume)
-    world.wait(4)
-    assert [n for what, n in world.decoder.steps if what == "prefill"] == [400, 400]
+    world.wait(6)
+    prefills = [n for what, n in world.decoder.steps if what == "prefill"]
+    assert prefills == [BURST_TOKENS, BURST_TOKENS, 200, 200]
 
 
 def test_a_swap_in_mid_flight_recomputes_every_row_under_the_new_model(world: World) -> None:

@@ -50,7 +50,7 @@ def weighted(scores: ActionScores, where: slice) -> Tensor:
 @pytest.mark.parametrize("chunk", [1, 7, N])
 def test_chunks_equal_the_whole(reverse: bool, chunk: int) -> None:
     head, start_head, states, start_states, actions, temperatures = pieces()
-    scorer = HeadScorer(head, start_head, reverse, chunk_elements=chunk * V)
+    scorer = HeadScorer(head, start_head, reverse, True, chunk_elements=chunk * V)
     got = scorer.score(states, actions, temperatures, start_states, weighted)
     got_state_grad, got_head_grad = states.grad, head.weight.grad
 

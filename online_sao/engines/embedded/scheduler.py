@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 512
 """Prompt tokens per step: about what one decoding step of 32 rows costs on two cores."""
+BURST_TOKENS = 1024
+"""The same while more replies wait than stream (a burst of requests, or after a swap)."""
 EXIT_DECODE_FAILED = 70
 
 T = TypeVar("T")
@@ -177,7 +179,7 @@ class Scheduler:
         self._deliver(events)
 
     def _prefill(self, events: list[Event]) -> None:
-        """Work off the scratch row, else admit waiting replies, up to PREFILL_TOKENS."""
+        """Work off the scratch row, else admit waiting replies; a bounded number of tokens."""
         if self._scratch is None and self._waiting and len(self._running) < self._max_rows:
             if len(self._waiting[0]) > PREFILL_TOKENS:
                 self._scratch, self._scratch_done = self._waiting.popleft(), 0
@@ -188,11 +190,14 @@ class Scheduler:
             self._prefill_scratch(self._scratch, events)
 
     def _prefill_group(self, events: list[Event]) -> None:
+        crowd = len(self._waiting) > len(self._running)
+        budget = BURST_TOKENS if crowd else PREFILL_TOKENS
         group: list[Reply] = []
         widest = 0
         while self._waiting and len(self._running) + len(group) < self._max_rows:
-            widest = max(widest, len(self._waiting[0]))
-            if group and widest * (len(group) + 1) > PREFILL_TOKENS:
+            length = len(self._waiting[0])
+            widest = max(widest, length)
+            if group and (length > PREFILL_TOKENS or widest * (len(group) + 1) > budget):
                 break
             group.append(self._waiting.popleft())
         first = len(self._running)
