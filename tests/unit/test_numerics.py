@@ -19,9 +19,15 @@ def test_exact_head_is_a_hundred_times_closer_than_a_bf16_product(rows: int) -> 
     assert (exact.double() - truth).abs().mean() < rounded_error / 100
 
 
-def test_switch_is_as_it_was_after_the_product_even_if_it_fails() -> None:
+def test_switch_is_on_for_the_product_alone_even_if_it_fails() -> None:
+    def fail() -> None:
+        with bf16_products():
+            seen.append(torch.get_float32_matmul_precision())
+            raise ZeroDivisionError
+
     before = torch.get_float32_matmul_precision()
-    with pytest.raises(ZeroDivisionError), bf16_products():
-        assert torch.get_float32_matmul_precision() == "medium"
-        raise ZeroDivisionError
+    seen: list[str] = []
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert seen == ["medium"]
     assert torch.get_float32_matmul_precision() == before
