@@ -84,6 +84,7 @@ class Policy:
         settings: LearnerSettings,
         *,
         reverse_kl: bool = False,
+        entropy_pulls: bool = False,
     ) -> None:
         """`model` becomes the policy, its masters taken from `exact` if given (the same in fp32);
         `start` is the start policy as a model, where a KL to it is asked for.
@@ -110,7 +111,7 @@ class Policy:
         if settings.activation_checkpointing:
             models.enable_recomputation(model, self.decoder.layers[first_trained:])
         start_head = self.decoder.head if self.start is None else self.start.head
-        self._scorer = HeadScorer(self.decoder.head, start_head, reverse_kl)
+        self._scorer = HeadScorer(self.decoder.head, start_head, reverse_kl, entropy_pulls)
 
     def score(self, part: TrajectoryBatch, objective: Objective | None) -> ActionScores:
         """Scores of the part's action tokens, in row-major order of its mask.

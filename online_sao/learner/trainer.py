@@ -193,6 +193,7 @@ class SaoTrainer:
             start if s.kl_coef > 0.0 else None,
             self._learner,
             reverse_kl=s.kl_direction == "start_policy",
+            entropy_pulls=s.entropy_coef > 0.0,
         )
         self._policy_, self._critic_, self._writer_ = theta, critic, writer
         if saved is None:
