@@ -48,7 +48,11 @@ class VersionFolders:
 
 
 class StateFolders:
-    """The learner's full states, by the number of updates they come after; the last two."""
+    """The learner's full states, by the number of updates they come after; the last two.
+
+    A number beyond the database's own count is of another history (a database that was put
+    back): such a state is never read, and goes when the next one is written.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -59,21 +63,29 @@ class StateFolders:
         A state of that number that is already there is replaced: after a reload the same number
         can be reached on another way.
         """
-        final = self._root / f"{STATE}{updates:09d}"
+        final = self._root / _state_name(updates)
         if final.exists():
             shutil.rmtree(final)
         folder = _publish(self._root, final.name, save)
-        _remove(path for path in self.newest_first()[KEPT_STATES:])
+        kept = set(self.newest_first(updates)[:KEPT_STATES])
+        _remove(path for path in self._whole() if path not in kept)
         return folder
 
-    def newest_first(self) -> list[Path]:
-        """Whole states."""
-        whole = (f for f in _folders(self._root, STATE) if not f.name.startswith(DRAFT))
-        return sorted(whole, reverse=True)
+    def newest_first(self, updates: int) -> list[Path]:
+        """Whole states of at most `updates` updates."""
+        newest = _state_name(updates)
+        return sorted((f for f in self._whole() if f.name <= newest), reverse=True)
+
+    def _whole(self) -> list[Path]:
+        return [f for f in _folders(self._root, STATE) if not f.name.startswith(DRAFT)]
 
     def remove_drafts(self) -> list[str]:
         """Delete what was being written when a learner died."""
         return _remove(f for f in _folders(self._root, STATE) if f.name.startswith(DRAFT))
+
+
+def _state_name(updates: int) -> str:
+    return f"{STATE}{updates:012d}"
 
 
 def _publish(root: Path, name: str, write: Callable[[Path], None]) -> Path:

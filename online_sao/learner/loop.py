@@ -39,6 +39,7 @@ from online_sao.types import (
     UPDATE_PREFIX,
     LedgerState,
     NewVersion,
+    TokenTrace,
     TrainingResult,
     Trajectory,
     Update,
@@ -51,6 +52,7 @@ from online_sao.types import (
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Metrics = dict[str, float | None]
 
 MAX_UNPUBLISHED = 2
 """The learner stops this many versions ahead of what is served."""
@@ -64,7 +66,7 @@ LONGEST_BACKOFF_S = 60.0
 DATABASE_ATTEMPTS = 5
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Position:
     """Where the trainer stands in the database's history."""
 
@@ -77,6 +79,16 @@ class _Position:
     last_update_at: datetime | None
     note: str
     """What the next update's record should tell an operator."""
+
+    def after(self, update: Update) -> _Position:
+        """Where it stands once `update` is committed."""
+        return _Position(
+            version=self.version if update.version is None else update.version,
+            updates=self.updates + 1,
+            critic_only_left=self.critic_only_left - (update.kind is UpdateKind.CRITIC_ONLY),
+            last_update_at=update.created_at,
+            note="",
+        )
 
 
 class Learner:
@@ -135,6 +147,7 @@ class Learner:
         newest = await self._store.newest_stable()
         if self._position is None or self._position.version != newest.number:
             await self._recover()
+            return True
         reason = await self._reason_to_wait()
         if reason:
             await self._heart.say("paused" if reason == "paused" else "waiting", reason)
@@ -143,8 +156,7 @@ class Learner:
         if not trajectories:
             await self._heart.say("waiting", "too few judged replies for a batch")
             return False
-        async with self._lease_kept():
-            await self._learn(trajectories)
+        await self._learn(trajectories, self._position)
         return True
 
     # -- one update ------------------------------------------------------------------------
@@ -159,83 +171,94 @@ class Learner:
             skip_cut=self._algorithm.cut_replies == "skip",
         )
 
-    async def _learn(self, trajectories: Sequence[Trajectory]) -> None:
+    async def _learn(self, trajectories: Sequence[Trajectory], at: _Position) -> None:
         """Update, write the version, commit: all of it counts or none."""
-        at = self._standing()
         begin = time.monotonic()
         await self._heart.say("learning", f"an update on {len(trajectories)} replies")
-        critic_only = at.critic_only_left > 0
-        try:
-            update = partial(self._trainer.update, trajectories, critic_only=critic_only)
-            result = await self._work(update)
-        except UpdateNotFinite as error:
-            await self._alarm(NOT_FINITE_ALARM, f"an update was dropped: {error}")
-            facts = batch_facts(trajectories)
-            result = TrainingResult(UpdateKind.NOT_FINITE, facts, note=str(error))
-        exporting, version = time.monotonic(), None
-        if result.kind is UpdateKind.POLICY:
-            await self._heart.say("learning", "writing the new version")
-            write = partial(self._versions.write, self._trainer.export_policy, at.version)
-            version = await self._work(write)
-        seconds = {
-            "seconds_update": exporting - begin,
-            "seconds_export": time.monotonic() - exporting,
-        }
-        await self._commit(trajectories, result, version, seconds)
-        self._since_save_s += time.monotonic() - begin
-        await self._save_state_if_due()
-
-    async def _commit(
-        self,
-        trajectories: Sequence[Trajectory],
-        result: TrainingResult,
-        version: NewVersion | None,
-        seconds: dict[str, float],
-    ) -> None:
-        at = self._standing()
-        now = utc_now()
-        judged = await self._patiently(partial(self._store.reward_stats, at.last_update_at))
-        metrics: dict[str, float | None] = {
-            **result.metrics,
-            **seconds,
-            "reward_mean_judged": judged.mean,
-            "judged": float(judged.count),
-            **await self._patiently(self._discarded),
-        }
-        notes = [at.note, result.note]
-        if result.kind is UpdateKind.CRITIC_ONLY:
-            notes.append(f"critic alone, {at.critic_only_left - 1} such batches to go")
-        update = Update(
-            id=new_id(UPDATE_PREFIX),
-            created_at=now,
-            kind=result.kind,
-            rollout_ids=tuple(i for t in trajectories for i in t.rollout_ids),
-            metrics=metrics,
-            note="; ".join(note for note in notes if note),
-        )
-        try:
-            commit = self._store.commit_update
-            committed = await self._patiently(
-                partial(commit, self._owner, update, version, result.traces)
-            )
-        except LeaseLost:
-            if version is not None:
-                await self._remove_unless_known(version)
-            raise
-        at.updates += 1
-        at.last_update_at, at.note = now, ""
-        at.critic_only_left -= result.kind is UpdateKind.CRITIC_ONLY
-        if committed.version is not None:
-            at.version = committed.version
-        self._heart.version, self._heart.updates = at.version, at.updates
+        self._position = None  # unless all of it counts
+        async with self._lease_kept():
+            result = await self._update(trajectories, critic_only=at.critic_only_left > 0)
+            updated = time.monotonic()
+            version = await self._write_version(result, at)
+            seconds: Metrics = {
+                "seconds_update": updated - begin,
+                "seconds_export": time.monotonic() - updated,
+            }
+            update = await self._describe(trajectories, result, at, seconds)
+            committed = await self._commit(update, version, result.traces)
+        self._position = at.after(committed)
+        self._heart.version, self._heart.updates = self._position.version, self._position.updates
         logger.info(
             "action=update_committed kind=%s version=%s replies=%d reward_mean=%s seconds=%.1f",
             committed.kind, committed.version, len(update.rollout_ids),
-            metrics["reward_mean"], seconds["seconds_update"],
+            update.metrics["reward_mean"], updated - begin,
         )  # fmt: skip
         await self._clear(FAILED_ALARM)
         if committed.kind is not UpdateKind.NOT_FINITE:
             await self._clear(NOT_FINITE_ALARM)
+        self._since_save_s += time.monotonic() - begin
+        await self._save_state_if_due(self._position.updates)
+
+    async def _update(
+        self, trajectories: Sequence[Trajectory], *, critic_only: bool
+    ) -> TrainingResult:
+        """The trainer's update; one that met NaN or inf changed nothing, and is recorded."""
+        try:
+            return await self._work(
+                partial(self._trainer.update, trajectories, critic_only=critic_only)
+            )
+        except UpdateNotFinite as error:
+            await self._alarm(NOT_FINITE_ALARM, f"an update was dropped: {error}")
+            facts = batch_facts(trajectories)
+            return TrainingResult(UpdateKind.NOT_FINITE, facts, note=str(error))
+
+    async def _write_version(self, result: TrainingResult, at: _Position) -> NewVersion | None:
+        """The new policy, whole on disk; None where its bytes did not change."""
+        if result.kind is not UpdateKind.POLICY:
+            return None
+        await self._heart.say("learning", "writing the new version")
+        write = self._versions.write
+        return await self._work(partial(write, self._trainer.export_policy, at.version))
+
+    async def _describe(
+        self,
+        trajectories: Sequence[Trajectory],
+        result: TrainingResult,
+        at: _Position,
+        seconds: Metrics,
+    ) -> Update:
+        """The update's record: the trainer's metrics, and what the store knows besides."""
+        now = utc_now()
+        judged = await self._patiently(partial(self._store.reward_stats, at.last_update_at))
+        notes = [at.note, result.note]
+        if result.kind is UpdateKind.CRITIC_ONLY:
+            notes.append(f"critic alone, {at.critic_only_left - 1} such batches to go")
+        return Update(
+            id=new_id(UPDATE_PREFIX),
+            created_at=now,
+            kind=result.kind,
+            rollout_ids=tuple(i for t in trajectories for i in t.rollout_ids),
+            metrics={
+                **result.metrics,
+                **seconds,
+                "reward_mean_judged": judged.mean,
+                "judged": float(judged.count),
+                **await self._patiently(self._discarded),
+            },
+            note="; ".join(note for note in notes if note),
+        )
+
+    async def _commit(
+        self, update: Update, version: NewVersion | None, traces: Sequence[TokenTrace]
+    ) -> Update:
+        """One transaction. With the lease lost nothing is committed, and the version goes."""
+        commit = partial(self._store.commit_update, self._owner, update, version, traces)
+        try:
+            return await self._patiently(commit)
+        except LeaseLost:
+            if version is not None:
+                await self._remove_unless_known(version)
+            raise
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         """Try again while the database is away. A commit that succeeded unseen finds its lease
@@ -254,16 +277,16 @@ class Learner:
         if version.path not in known:
             await asyncio.to_thread(self._versions.remove, version)
 
-    async def _discarded(self) -> dict[str, float | None]:
+    async def _discarded(self) -> Metrics:
         """Judged replies that were never trained on, so far, by reason."""
         reasons = (await self._store.ledger()).reasons.get(LedgerState.DISCARDED, {})
         return {f"discarded_{reason}": float(count) for reason, count in reasons.items()}
 
     # -- state -----------------------------------------------------------------------------
 
-    async def _save_state_if_due(self) -> None:
+    async def _save_state_if_due(self, updates: int) -> None:
         """Every `state_every` updates, or as often as costs under a tenth of the time."""
-        every, updates = self._settings.state_every, self._standing().updates
+        every = self._settings.state_every
         if every > 0:
             due = updates - self._saved_at >= every
         else:
@@ -301,7 +324,7 @@ class Learner:
         newest = await self._store.newest_stable()
         updates = await self._store.count_updates()
         latest = await self._store.list_updates(limit=1)
-        note = await self._restore(Path(newest.path))
+        note = await self._restore(Path(newest.path), updates)
         if updates > 0:
             why = "restarted on" if at_start else "reloaded" if failed else "moved to"
             note = "; ".join(n for n in (f"{why} version {newest.number}", note) if n)
@@ -329,9 +352,9 @@ class Learner:
         if removed:
             logger.info("action=orphans_removed folders=%s", removed)
 
-    async def _restore(self, policy: Path) -> str:
+    async def _restore(self, policy: Path, updates: int) -> str:
         """The trainer on `policy` with the newest state that can be read."""
-        for state in await asyncio.to_thread(self._states.newest_first):
+        for state in await asyncio.to_thread(self._states.newest_first, updates):
             try:
                 return await self._work(partial(self._trainer.restore, policy, state))
             except ModelError as error:
@@ -355,10 +378,13 @@ class Learner:
         return max(0, planned - done)
 
     async def _give_back(self, error: Exception) -> None:
-        """After a failure: the trajectories go back, the trainer will be restored."""
-        self._position = None
+        """After a failure: the trajectories go back. Where an update had begun, the trainer is
+        restored before the next.
+        """
         if isinstance(error, LeaseLost):
             logger.warning("action=lease_lost error=%s", error)
+        elif isinstance(error, DatabaseUnavailable):
+            logger.warning("action=database_away error=%s", error)
         else:
             known = isinstance(error, LearnerError | ModelError | StoreError)
             logger.error("action=update_failed error=%s", error, exc_info=not known)
@@ -394,11 +420,6 @@ class Learner:
         if await self._store.unpublished() >= MAX_UNPUBLISHED:
             return f"{MAX_UNPUBLISHED} versions are not served yet"
         return ""
-
-    def _standing(self) -> _Position:
-        if self._position is None:
-            raise LearnerError("the learner has not recovered yet")
-        return self._position
 
     async def _work(self, work: Callable[[], T]) -> T:
         """Run the trainer's blocking work in its one thread."""

@@ -59,27 +59,38 @@ def test_orphans_are_drafts_and_own_folders_without_a_row(tmp_path: Path) -> Non
 
 def test_states_are_read_newest_first_and_two_are_kept(tmp_path: Path) -> None:
     states = StateFolders(tmp_path)
-    for updates in (9, 10, 101):
-        states.write(ScriptedTrainer().save_state, updates)
-    assert [f.name for f in states.newest_first()] == ["state-000000101", "state-000000010"]
+    written = [states.write(ScriptedTrainer().save_state, updates) for updates in (9, 10, 101)]
+    assert states.newest_first(101) == written[:0:-1]
+    assert names(tmp_path) == [f.name for f in written[1:]]
 
 
 def test_a_state_of_the_same_number_is_replaced(tmp_path: Path) -> None:
     states = StateFolders(tmp_path)
     states.write(lambda folder: folder.mkdir(), 5)
     states.write(ScriptedTrainer().save_state, 5)
-    (state,) = states.newest_first()
+    (state,) = states.newest_first(5)
     assert names(state) == ["state.json"]
+
+
+def test_states_of_another_history_are_not_read_and_make_room(tmp_path: Path) -> None:
+    """The database was put back to 3 updates; the states of 80 and 90 belong to what is gone."""
+    states = StateFolders(tmp_path)
+    for updates in (80, 90):
+        states.write(ScriptedTrainer().save_state, updates)
+    assert states.newest_first(3) == []
+    fourth = states.write(ScriptedTrainer().save_state, 4)
+    assert states.newest_first(4) == [fourth]
+    assert names(tmp_path) == [fourth.name]
 
 
 def test_drafts_of_states_go_and_are_never_read(tmp_path: Path) -> None:
     states = StateFolders(tmp_path)
-    (tmp_path / ".draft-state-000000007").mkdir()
-    assert states.newest_first() == []
-    assert states.remove_drafts() == [".draft-state-000000007"]
+    (tmp_path / ".draft-state-000000000007").mkdir()
+    assert states.newest_first(99) == []
+    assert states.remove_drafts() == [".draft-state-000000000007"]
     assert names(tmp_path) == []
 
 
 def test_folders_that_are_not_there_yet_hold_nothing(tmp_path: Path) -> None:
-    assert StateFolders(tmp_path / "none").newest_first() == []
+    assert StateFolders(tmp_path / "none").newest_first(9) == []
     assert VersionFolders(tmp_path / "none").remove_orphans(()) == []

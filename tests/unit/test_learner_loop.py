@@ -365,7 +365,10 @@ async def test_at_most_two_states_are_kept(room: Room) -> None:
         for count in range(1, 6):
             await room.until_updates(count)
             await room.publish_all()
-    assert sorted(f.name for f in room.states.iterdir()) == ["state-000000004", "state-000000005"]
+    assert sorted(f.name for f in room.states.iterdir()) == [
+        "state-000000000004",
+        "state-000000000005",
+    ]
 
 
 async def test_an_unreadable_state_falls_back_to_the_one_before(room: Room) -> None:
@@ -436,6 +439,34 @@ async def test_a_commit_that_succeeded_unseen_is_found_again(
     assert [u.version for u in updates] == [2, 1]
     assert len(room.folders()) == 2
     assert await room.counts() == {LedgerState.TRAINED: 2 * BATCH}
+
+
+async def test_a_database_away_between_updates_is_no_alarm_and_no_reload(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = ScriptedTrainer()
+    restores: list[Path] = []
+    restore = trainer.restore
+
+    def counted(policy: Path, state: Path | None) -> str:
+        restores.append(policy)
+        return restore(policy, state)
+
+    monkeypatch.setattr(trainer, "restore", counted)
+    claim, failures = room.store.claim_trajectories, [DatabaseUnavailable("locked")] * 3
+
+    async def flaky(*args: Any, **kwargs: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await claim(*args, **kwargs)
+
+    monkeypatch.setattr(room.store, "claim_trajectories", flaky)
+    await serve_and_judge(room.store, BATCH)
+    async with room.running(room.learner(trainer)):
+        await room.until_updates(1)
+    assert not failures
+    assert len(restores) == 1
+    assert await room.store.alarms() == []
 
 
 async def test_the_lease_is_renewed_while_a_long_update_runs(room: Room) -> None:
