@@ -212,14 +212,9 @@ class SaoTrainer:
             self._critic.weights.load_state(saved.critic, saved.critic_steps)
         except ModelError as error:
             notes.append(f"the critic starts afresh: {error}")
-        weights = self._policy.weights
-        same = all(
-            torch.equal(self._writer.stored(name, saved.policy[f"master.{name}"]).float(), master)
-            for name, master in weights.masters.items()
-            if f"master.{name}" in saved.policy
-        )
+        same = self._is_policy_of(saved)
         try:
-            weights.load_state(saved.policy, saved.policy_steps, masters=same)
+            self._policy.weights.load_state(saved.policy, saved.policy_steps, masters=same)
         except ModelError as error:
             return "; ".join([*notes, f"the policy's optimizer starts afresh: {error}"])
         if not same:
@@ -228,6 +223,16 @@ class SaoTrainer:
                 f"state after update {saved.updates}, which belongs to other policy weights"
             )
         return "; ".join(notes)
+
+    def _is_policy_of(self, saved: SavedState) -> bool:
+        """Whether the saved masters, rounded as folders store them, are the restored policy."""
+        for name, master in self._policy.weights.masters.items():
+            before = saved.policy.get(f"master.{name}")
+            if before is None:
+                return False
+            if not torch.equal(self._writer.stored(name, before).float(), master.cpu()):
+                return False
+        return True
 
     def export_policy(self, folder: Path) -> None:
         """Write a servable version with its manifest into the new folder `folder` (no fsync)."""
