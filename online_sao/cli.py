@@ -178,7 +178,7 @@ def doctor(
     config: ConfigOption = None,
     preset: PresetOption = None,
     data: DataOption = None,
-    replies: Annotated[int, typer.Option(min=4, help="Replies to compare on.")] = 24,
+    replies: Annotated[int, typer.Option(min=4, help="Replies to compare on.")] = 96,
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine, and measure the engine against the learner on the served weights.

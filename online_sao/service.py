@@ -203,7 +203,7 @@ class Service:
             name="learner",
             command=command,
             log=self._folder.logs / "learner.log",
-            env=wiring.child_environment(self._learner_threads),
+            env=wiring.child_environment(self._learner_threads, keep_memory=True),
             grace_s=LEARNER_GRACE_S,
             nice=LEARNER_NICE,
         )
