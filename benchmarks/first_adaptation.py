@@ -62,8 +62,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=60, help="policy updates (default 60)")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=4, help="critic-only updates before them")
+    parser.add_argument("--policy-lr", type=float, default=1e-4)
     parser.add_argument("--clients", type=int, default=24, help="chats at once")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="keep the data folder here")
     parser.add_argument("--plot", type=Path, default=Path("first_adaptation.png"))
@@ -78,6 +79,7 @@ def service_environment(options: argparse.Namespace) -> dict[str, str]:
         "ONLINE_SAO_PRESET": "online",
         "ONLINE_SAO_JUDGING__RUBRIC": "brief",
         "ONLINE_SAO_LEARNER__BATCH_SIZE": str(options.batch_size),
+        "ONLINE_SAO_LEARNER__POLICY_LR": str(options.policy_lr),
         "ONLINE_SAO_ALGORITHM__VALUE_WARMUP_UPDATES": str(options.warmup),
     }
 

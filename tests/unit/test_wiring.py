@@ -156,6 +156,7 @@ async def test_publisher_prunes_the_data_folders_versions_by_the_settings(tmp_pa
     learner = wiring.make_learner(settings, store, wiring.make_trainer(settings))
     publisher = wiring.make_publisher(settings, store, ScriptedEngine())
     await publisher.publish_once()
+    assert await learner.turn()  # the first finds out where it stands
     for _ in range(4):
         await serve_and_judge(store, 1)
         assert await learner.turn()
