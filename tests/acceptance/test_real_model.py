@@ -4,8 +4,10 @@ import asyncio
 import os
 import signal
 import sqlite3
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ def service(data: Path) -> Iterator[RunningService]:
 def command(data: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "online_sao", *args, "--data", str(data)],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
 
 
@@ -104,6 +106,29 @@ def test_openai_sdk_gets_sane_text_streamed_and_not(service: RunningService) -> 
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert text == whole.choices[0].message.content
+
+
+async def test_status_and_metrics_answer_at_once_during_an_update(
+    service: RunningService, data: Path
+) -> None:
+    traffic, stop = Traffic(service), asyncio.Event()
+    running = asyncio.create_task(traffic.run(stop))
+    seconds: list[float] = []
+    leased = "SELECT count(*) FROM ledger_entries WHERE state = 'leased'"
+    async with httpx.AsyncClient(base_url=service.url, timeout=30) as http:
+        for _ in range(1200):
+            if query(data, leased):
+                for path in ("/metrics", "/readyz"):
+                    begin = time.perf_counter()
+                    assert (await http.get(path)).status_code == 200
+                    seconds.append(time.perf_counter() - begin)
+            if len(seconds) >= 40:
+                break
+            await asyncio.sleep(0.1)
+    stop.set()
+    await running
+    assert len(seconds) >= 40
+    assert statistics.median(seconds) < 0.2
 
 
 async def test_kills_of_the_learner_and_the_parent_lose_nothing(
