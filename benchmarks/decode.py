@@ -1,13 +1,15 @@
 """The embedded engine's decoding against transformers' own model in a plain batched loop.
 
 Both write the same number of tokens after the same prompts, with the same dtype and threads, and
-take turns, so that a busy machine slows both; each side's best round counts. The engine is
+take turns, so that a busy machine slows both; ratios are the median round's. The engine is
 measured through its HTTP face: rendering to JSON, streaming and log-probabilities included. The
 plain loop is a forward pass with transformers' own cache, softmax, `torch.multinomial` and the
 sampled token's log-probability, in one batch that nobody joins or leaves.
 
 - `decode_ratio`: tokens per second at 32 replies, engine over plain loop.
 - `decode_ratio_cumsum`: over the same loop with the cheaper sampling by a cumulative sum.
+- `cpu_ratio`: the plain loop's processor time per token over the engine's, both with all of their
+  threads; steadier than the clock on a machine that others use too.
 - `continuous_ratio` (with `--continuous`): transformers' own continuous batching over plain loop.
 
     python benchmarks/decode.py --quick
@@ -20,24 +22,26 @@ import asyncio
 import json
 import os
 import random
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-from engine_process import engine_process, model_folder
+from engine_process import EngineProcess, engine_process, model_folder
 from rich.console import Console
 from rich.progress import Progress
 
 console = Console(stderr=True)
 FIRST_ID, LAST_ID = 1000, 20000
 PROMPT_TOKENS = 60
+SIDES = ("engine", "multinomial", "cumsum")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2 rounds instead of 5")
+    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 7")
     parser.add_argument("--model", type=Path, help="a prepared folder; else it is made (30 s)")
     parser.add_argument("--replies", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=40, help="per reply")
@@ -45,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--continuous", action="store_true", help="transformers' own batching too")
     args = parser.parse_args()
-    args.rounds = 2 if args.quick else 5
+    args.rounds = 3 if args.quick else 7
     return args
 
 
@@ -149,12 +153,38 @@ def continuous(model: Any, prompts: list[list[int]], tokens: int) -> float:
     return took
 
 
+def one_round(
+    args: argparse.Namespace, engine: EngineProcess, model: Any, prompts: list[list[int]]
+) -> dict[str, float]:
+    """Seconds of each side, one after the other."""
+    took: dict[str, float] = {}
+    before = engine.cpu_s()
+    took["engine"] = asyncio.run(through_engine(engine.url, prompts, args.tokens))
+    took["engine cpu"] = engine.cpu_s() - before
+    before = time.process_time()
+    took["multinomial"] = plain_loop(model, prompts, args.tokens, by_multinomial)
+    took["plain cpu"] = time.process_time() - before
+    took["cumsum"] = plain_loop(model, prompts, args.tokens, by_cumsum)
+    if args.continuous:
+        took["continuous"] = continuous(model, prompts, args.tokens)
+    return took
+
+
+def ratio(rounds: list[dict[str, float]], slow: str, fast: str) -> float:
+    return round(statistics.median(r[slow] / r[fast] for r in rounds), 3)
+
+
+def rate(args: argparse.Namespace, rounds: list[dict[str, float]], name: str) -> float:
+    seconds = statistics.median(r[name] for r in rounds)
+    return round(args.replies * args.tokens / seconds, 1)
+
+
 def main() -> None:
     args = arguments()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     prompts = make_prompts(args.replies)
-    best: dict[str, float] = {}
+    rounds: list[dict[str, float]] = []
     with model_folder(args.model) as folder:
         model = load_plain(folder, args.dtype, args.threads)
         with (
@@ -162,32 +192,21 @@ def main() -> None:
             Progress(console=console) as progress,
         ):
             task = progress.add_task("decode", total=args.rounds + 1)
-            for turn in range(-1, args.rounds):  # the first round warms both up
-                took = {
-                    "engine": asyncio.run(through_engine(engine.url, prompts, args.tokens)),
-                    "multinomial": plain_loop(model, prompts, args.tokens, by_multinomial),
-                    "cumsum": plain_loop(model, prompts, args.tokens, by_cumsum),
-                }
-                if args.continuous:
-                    took["continuous"] = continuous(model, prompts, args.tokens)
+            for _ in range(args.rounds + 1):  # the first round warms both up
+                rounds.append(one_round(args, engine, model, prompts))
                 progress.advance(task)
-                if turn >= 0:
-                    best = {name: min(best.get(name, s), s) for name, s in took.items()}
             peak = engine.peak_gib()
-    rate = {name: args.replies * args.tokens / seconds for name, seconds in best.items()}
-    console.print({name: f"{value:.0f} tokens/s" for name, value in rate.items()})
     result = {
-        "decode_ratio": round(rate["engine"] / rate["multinomial"], 3),
-        "decode_ratio_cumsum": round(rate["engine"] / rate["cumsum"], 3),
-        "engine_tokens_per_s": round(rate["engine"], 1),
-        "plain_tokens_per_s": round(rate["multinomial"], 1),
-        "plain_cumsum_tokens_per_s": round(rate["cumsum"], 1),
+        "decode_ratio": ratio(rounds[1:], "multinomial", "engine"),
+        "decode_ratio_cumsum": ratio(rounds[1:], "cumsum", "engine"),
+        "cpu_ratio": ratio(rounds[1:], "plain cpu", "engine cpu"),
+        **{f"{name}_tokens_per_s": rate(args, rounds[1:], name) for name in SIDES},
         "engine_peak_gib": round(peak, 3),
         "replies": args.replies,
         "threads": args.threads,
     }
     if args.continuous:
-        result["continuous_ratio"] = round(rate["continuous"] / rate["multinomial"], 3)
+        result["continuous_ratio"] = ratio(rounds[1:], "multinomial", "continuous")
     print("RESULT " + json.dumps(result))
 
 

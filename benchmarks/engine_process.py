@@ -33,6 +33,11 @@ class EngineProcess:
                 return int(line.split()[1]) / 2**20
         return 0.0
 
+    def cpu_s(self) -> float:
+        """Processor seconds of all its threads so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
 
 @contextlib.contextmanager
 def model_folder(given: Path | None) -> Iterator[Path]:
