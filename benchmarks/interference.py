@@ -74,7 +74,9 @@ async def engine_alone(settings: Settings, model: Path, seconds: float) -> float
     port, threads = free_port(), wiring.cores()
     argv = wiring.engine_command(settings, model=model, version=0, port=port, threads=threads)
     process = await asyncio.create_subprocess_exec(
-        *argv, env=wiring.child_environment(threads), stdout=asyncio.subprocess.DEVNULL
+        *argv,
+        env=wiring.child_environment(threads, wiring.ENGINE_MEMORY),
+        stdout=asyncio.subprocess.DEVNULL,
     )
     engine = wiring.make_engine(settings, f"http://127.0.0.1:{port}")
     try:

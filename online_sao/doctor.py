@@ -169,7 +169,7 @@ async def _start_engine(settings: Settings, model: Path, stack: AsyncExitStack) 
     log = stack.enter_context((DataFolder(settings.service.data).logs / "doctor.log").open("wb"))
     process = await asyncio.create_subprocess_exec(
         *wiring.engine_command(settings, model=model, version=0, port=port, threads=threads),
-        env=wiring.child_environment(threads), stdout=log, stderr=log,
+        env=wiring.child_environment(threads, wiring.ENGINE_MEMORY), stdout=log, stderr=log,
     )  # fmt: skip
 
     async def stop() -> None:

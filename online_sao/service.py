@@ -190,7 +190,7 @@ class Service:
             name="engine",
             command=command,
             log=self._folder.logs / "engine.log",
-            env=wiring.child_environment(self._engine_threads),
+            env=wiring.child_environment(self._engine_threads, wiring.ENGINE_MEMORY),
             ready=ready,
             grace_s=ENGINE_GRACE_S,
         )
@@ -203,7 +203,7 @@ class Service:
             name="learner",
             command=command,
             log=self._folder.logs / "learner.log",
-            env=wiring.child_environment(self._learner_threads, keep_memory=True),
+            env=wiring.child_environment(self._learner_threads, wiring.LEARNER_MEMORY),
             grace_s=LEARNER_GRACE_S,
             nice=LEARNER_NICE,
         )
