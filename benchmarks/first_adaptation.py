@@ -63,8 +63,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=4, help="critic-only updates before them")
     parser.add_argument("--policy-lr", type=float, default=1e-4)
-    parser.add_argument("--clients", type=int, default=24, help="chats at once")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--kl-coef", type=float, default=0.1)
+    parser.add_argument("--loss-mean", choices=("token", "trajectory"), default="trajectory")
+    parser.add_argument("--clients", type=int, default=16, help="chats at once")
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="keep the data folder here")
     parser.add_argument("--plot", type=Path, default=Path("first_adaptation.png"))
@@ -80,6 +82,8 @@ def service_environment(options: argparse.Namespace) -> dict[str, str]:
         "ONLINE_SAO_JUDGING__RUBRIC": "brief",
         "ONLINE_SAO_LEARNER__BATCH_SIZE": str(options.batch_size),
         "ONLINE_SAO_LEARNER__POLICY_LR": str(options.policy_lr),
+        "ONLINE_SAO_ALGORITHM__KL_COEF": str(options.kl_coef),
+        "ONLINE_SAO_ALGORITHM__LOSS_MEAN": options.loss_mean,
         "ONLINE_SAO_ALGORITHM__VALUE_WARMUP_UPDATES": str(options.warmup),
     }
 
@@ -109,7 +113,7 @@ async def client(
 async def watch(
     store: Store, options: argparse.Namespace, may_send: asyncio.Event, progress: Progress
 ) -> list[Update]:
-    """Follow the updates; hold the clients back while two batches already wait."""
+    """Follow the updates; hold the clients back while a whole batch already waits."""
     task = progress.add_task("updates", total=options.updates, reward="-")
     seen: set[str] = set()
     policy_updates: list[Update] = []
@@ -124,7 +128,7 @@ async def watch(
             progress.update(task, completed=len(policy_updates), reward=reward)
             progress.console.print(describe(update))
         waiting = (await store.ledger()).counts.get(LedgerState.JUDGED, 0)
-        if waiting >= 2 * options.batch_size:
+        if waiting >= options.batch_size:
             may_send.clear()
         else:
             may_send.set()
