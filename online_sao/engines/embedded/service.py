@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 MAX_SCORED_TOKENS = 512
 WATCH_S = 0.25
+CROWD, CROWD_WAIT_S = 8, 0.05
+"""From so many replies in a step on, decoding waits for their writing, at most so long (s)."""
 T = TypeVar("T")
 
 
@@ -329,9 +332,23 @@ class EmbeddedBackend:
         return await asyncio.wrap_future(self._scheduler.call(work))
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        """From the decode thread: one hop into the event loop for a whole step."""
-        if events and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_hand_out, events)
+        """From the decode thread: one hop into the event loop for a whole step.
+
+        With many replies it waits until they are written out: the interpreter runs one thread at
+        a time, and changing over at every write costs more than standing back for once.
+        """
+        if not events or self._loop.is_closed():
+            return
+        written = threading.Event()
+        self._loop.call_soon_threadsafe(self._hand_out, events, written)
+        if len(events) >= CROWD:
+            written.wait(CROWD_WAIT_S)
+
+    def _hand_out(self, events: Sequence[Event], written: threading.Event) -> None:
+        for reply, event in events:
+            reply.sink(event)
+        # The replies' tasks run in the loop's next turns: read, then write.
+        self._loop.call_soon(self._loop.call_soon, self._loop.call_soon, written.set)
 
     async def _watchdog(self) -> None:
         """A controller that falls silent must not leave the engine paused or half updated."""
@@ -343,8 +360,3 @@ class EmbeddedBackend:
                 logger.error("action=controller_silent detail=going on with the old weights")
                 self.touch()
                 await self.resume()
-
-
-def _hand_out(events: Sequence[Event]) -> None:
-    for reply, event in events:
-        reply.sink(event)
