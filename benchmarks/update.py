@@ -22,7 +22,6 @@ import json
 import math
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -195,13 +194,17 @@ def live_a_life(folder: Path, args: argparse.Namespace) -> float:
         trainer.save_state(state)
         trainer.restore(version, state)
         trainer.update(trajectories, critic_only=False)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    # Not getrusage: a child's maximum there starts from what its parent had when it was made.
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
 
 def learner_peak(folder: Path, args: argparse.Namespace) -> float:
     """`live_a_life` in a process of its own, started as the service starts its learner."""
     command = [sys.executable, __file__, "--peak-only", "--model", str(folder)]
     command += ["--threads", str(args.threads), "--dtype", args.dtype]
+    if args.micro_batch_tokens:
+        command += ["--micro-batch-tokens", str(args.micro_batch_tokens)]
     done = subprocess.run(
         command, env={**os.environ, **MALLOC}, check=True, stdout=subprocess.PIPE, text=True
     )
