@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -37,7 +38,9 @@ from engine_fixtures import (
     write_version,
 )
 
+from online_sao.engines import wire
 from online_sao.engines.client import HttpEngine
+from online_sao.engines.embedded.service import EmbeddedBackend, Options
 from online_sao.errors import EngineRefused, EngineUnavailable, SwapFailed
 from online_sao.manifest import Manifest
 from online_sao.types import PolicyVersion, RenderedPrompt, Sampling, VersionSpan
@@ -189,12 +192,28 @@ async def test_after_a_swap_the_same_prompt_answers_as_a_cold_engine_would(
     before = await collect(engine, prompt, sampling)
     await engine.load_version(tiny.numbered(1), tiny.versions[0])
     after = await collect(engine, prompt, sampling)
-    cold_log = tiny.root / "cold.log"
-    with serve(cold_log, *embedded_args(tiny.versions[1].path, 1)) as server:
-        async with client(server.url) as cold_engine:
-            cold = await collect(cold_engine, prompt, sampling)
-    assert after.ids == cold.ids != before.ids
+    async with in_process(tiny.versions[1]) as cold_engine:
+        body = {
+            "request_id": "cold",
+            "token_ids": list(prompt.token_ids),
+            "sampling_params": {"temperature": 0.0, "max_tokens": 30},
+            "output_mode": "text",
+        }
+        request = wire.parse(wire.GenerateBody, wire.dumps(body))
+        cold = wire.merge([chunk async for chunk in cold_engine.generate(request)])
+    assert after.ids == cold.token_ids != before.ids
     assert max(abs(a - b) for a, b in zip(after.logprobs, cold.logprobs, strict=True)) < 1e-5
+
+
+@contextlib.asynccontextmanager
+async def in_process(version: PolicyVersion) -> AsyncGenerator[EmbeddedBackend, None]:
+    """A cold engine on `version`, in this process."""
+    backend = EmbeddedBackend(Options(Path(version.path), version.number, dtype="float32"))
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.stop()
 
 
 async def test_streamed_and_whole_replies_have_the_same_ids_logprobs_and_text(
@@ -518,12 +537,12 @@ async def test_a_changed_embedding_of_a_tied_model_shows_at_input_and_output(
     tied.models[1] = changed
     version = write_version(tmp_path / "changed", changed, tied.tokenizer, 1)
     at_input, at_output = [7, 8, token, 9, 10], [7, 8, 9, token]
-    with serve(tmp_path / "log", *embedded_args(tied.versions[0].path, 0)) as server:
-        tied.server = server
-        before = [await _scored(server, ids) for ids in (at_input, at_output)]
-        async with client(server.url) as engine:
-            await engine.load_version(version, tied.versions[0])
-        after = [await _scored(server, ids) for ids in (at_input, at_output)]
+    info = wire.UpdateInfo(path=version.path, version=1, sha256=version.sha256)
+    async with in_process(tied.versions[0]) as engine:
+        before = [await engine.score(ids) for ids in (at_input, at_output)]
+        await engine.update(info)
+        await engine.finish("1")
+        after = [await engine.score(ids) for ids in (at_input, at_output)]
     for ids, found, model in zip(
         [at_input, at_output] * 2,
         [*before, *after],
@@ -536,34 +555,25 @@ async def test_a_changed_embedding_of_a_tied_model_shows_at_input_and_output(
     assert abs(before[1][2] - after[1][2]) > 0.01  # the token as what is predicted
 
 
-async def _scored(server: Server, ids: list[int]) -> list[float]:
-    body = {
-        "request_id": "probe",
-        "token_ids": ids,
-        "sampling_params": {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0},
-        "output_mode": "text",
-    }
-    answer = (await post(server.url, "/inference/v1/generate", body)).json()
-    return [
-        e[str(i)]["logprob"] for i, e in zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
-    ]
-
-
 # -- the process ----------------------------------------------------------------------------------
 
 
-async def test_the_engines_death_is_unavailable_and_sigterm_is_a_clean_end(tmp_path: Path) -> None:
-    made = _make(tmp_path, tied=False)
-    with serve(tmp_path / "log", *embedded_args(made.versions[0].path, 0)) as server:
+async def test_the_engines_death_in_mid_stream_is_unavailable(tmp_path: Path) -> None:
+    arguments = ("online_sao.engines.scripted", "--tokens-per-s", "20")
+    with serve(tmp_path / "log", *arguments) as server:
         async with client(server.url) as engine:
-            reading = asyncio.create_task(collect(engine, _prompt(9), Sampling(max_tokens=1500)))
-            await asyncio.sleep(0.3)
+            reading = asyncio.create_task(collect(engine, _prompt(9), Sampling(seed=1)))
+            await asyncio.sleep(0.15)
             server.process.kill()
             with pytest.raises(EngineUnavailable):
                 await reading
             with pytest.raises(EngineUnavailable):
                 await engine.status()
-    with serve(tmp_path / "log2", *embedded_args(made.versions[0].path, 0)) as server:
+
+
+async def test_sigterm_is_a_clean_end_with_replies_in_flight(tmp_path: Path) -> None:
+    made = _make(tmp_path, tied=False)
+    with serve(tmp_path / "log", *embedded_args(made.versions[0].path, 0)) as server:
         async with client(server.url) as engine:
             reading = asyncio.create_task(collect(engine, _prompt(9), Sampling(max_tokens=1500)))
             await asyncio.sleep(0.3)

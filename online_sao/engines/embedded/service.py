@@ -8,7 +8,6 @@ in place (decoding would use them; the old ones are kept) -> finished (the old o
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import threading
 import time
@@ -86,10 +85,6 @@ class EmbeddedBackend:
         self._staging, self._updating = asyncio.Lock(), asyncio.Lock()
         self._heard = time.monotonic()
         self._watch: asyncio.Task[None] | None = None
-        # What lives now lives for ever: later collections need not walk it, which would hold
-        # up decoding by tenths of a second.
-        gc.collect()
-        gc.freeze()
 
     async def start(self) -> None:
         """Start decoding and the watchdog."""
