@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import tempfile
@@ -188,15 +189,25 @@ async def read_end(settings: Settings) -> dict[str, Any]:
     return {"ledger_ok": book.adds_up, "requests": book.requests, "versions_served": len(served)}
 
 
+def rewards_of(updates: list[Update]) -> list[float | None]:
+    """Mean reward of all replies judged since the update before; None where there were none."""
+    return [update.metrics["reward_mean_judged"] for update in updates]
+
+
+def mean(rewards: list[float] | list[float | None]) -> float:
+    """Over the updates between which anything was judged."""
+    known = [r for r in rewards if r is not None and not math.isnan(r)]
+    return sum(known) / len(known) if known else math.nan
+
+
 def plot(updates: list[Update], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rewards = [float(u.metrics["reward_mean_judged"] or 0.0) for u in updates]
-    smooth = [sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1])
-              for i in range(len(rewards))]  # fmt: skip
+    rewards = [math.nan if r is None else r for r in rewards_of(updates)]
+    smooth = [mean(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
     figure, axes = pyplot.subplots(figsize=(7.5, 3.6), dpi=120)
     axes.plot(
         range(1, len(rewards) + 1), rewards, ".", color="#7a9cc6", label="between two updates"
@@ -224,14 +235,13 @@ def main() -> None:
         with service, Progress(*COLUMNS, console=console) as progress:
             updates, traffic = asyncio.run(drive(service, settings, options, progress))
         end = asyncio.run(read_end(settings))
-    rewards = [float(u.metrics["reward_mean_judged"] or 0.0) for u in updates]
+    rewards = rewards_of(updates)
     plot(updates, options.plot)
-    for number, reward in enumerate(rewards, 1):
-        console.print(f"update {number:3}  reward {reward:.3f}")
-    n = min(5, len(rewards))
+    for count, reward in enumerate(rewards, 1):
+        console.print(f"update {count:3}  reward {number(reward)}")
     result = {
-        "reward_first5": round(sum(rewards[:n]) / n, 4),
-        "reward_last5": round(sum(rewards[-n:]) / n, 4),
+        "reward_first5": round(mean(rewards[:5]), 4),
+        "reward_last5": round(mean(rewards[-5:]), 4),
         "updates": len(updates),
         "versions_served": end["versions_served"],
         "failed_requests": traffic.failed,
