@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, cast
 
 import httpx
@@ -37,6 +37,8 @@ from online_sao.types import (
 CONTROL_TIMEOUT_S = 15.0
 """For status and recovery; vLLM's control calls took up to 6.6 s under a flood of streams."""
 RENDER_TIMEOUT_S = 30.0
+BODY_END_S = 1.0
+"""How long the end of a body may take after the stream's last event."""
 
 
 class HttpEngine:
@@ -142,11 +144,20 @@ class HttpEngine:
                     if not line.startswith("data:"):
                         continue
                     if data == "[DONE]":
+                        await _read_out(lines)
                         return
                     event = json.loads(data)
                     if "error" in event:
                         raise EngineUnavailable(f"the engine gave up: {_said(event['error'])}")
                     yield event
+
+
+async def _read_out(lines: AsyncGenerator[str, None]) -> None:
+    """To the body's end, so that the connection can be used again; not for long."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(BODY_END_S):
+            async for _ in lines:
+                pass
 
 
 def _message(message: Message) -> dict[str, Any]:
