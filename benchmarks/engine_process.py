@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+
+from online_sao.ports import free_port
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 START_TIMEOUT_S = 180.0
@@ -55,9 +56,7 @@ def model_folder(given: Path | None) -> Iterator[Path]:
 @contextlib.contextmanager
 def engine_process(folder: Path, *, threads: int, dtype: str) -> Iterator[EngineProcess]:
     """An embedded engine on `folder`, ended at the end."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     command = [
         *(sys.executable, "-m", "online_sao.engines.embedded", "--model", str(folder)),
         *("--version", "0", "--port", str(port), "--threads", str(threads), "--dtype", dtype),

@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from rich.console import Console
 from online_sao import wiring
 from online_sao.config import Settings, load_settings
 from online_sao.interfaces import Engine
+from online_sao.ports import free_port
 from online_sao.types import Message, Sampling, new_id
 
 console = Console(stderr=True)
@@ -87,12 +87,6 @@ async def serve(engine_url: str, data: Path, port: int) -> None:
 
 
 # -- the client's process -----------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

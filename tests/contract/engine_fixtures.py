@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import httpx
 from online_sao.engines.client import HttpEngine
 from online_sao.interfaces import Engine
 from online_sao.manifest import Manifest
+from online_sao.ports import free_port
 from online_sao.types import (
     Message,
     PolicyVersion,
@@ -192,12 +192,6 @@ class UnderTest:
     """Load a known version and return it."""
     pause: Callable[[], Awaitable[object]]
     url: str = ""
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @dataclass(frozen=True)

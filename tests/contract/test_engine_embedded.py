@@ -25,7 +25,6 @@ from engine_fixtures import (
     client,
     collect,
     embedded_args,
-    free_port,
     make_model,
     make_tokenizer,
     policy,
@@ -43,6 +42,7 @@ from online_sao.engines.client import HttpEngine
 from online_sao.engines.embedded.service import EmbeddedBackend, Options
 from online_sao.errors import EngineRefused, EngineUnavailable, SwapFailed
 from online_sao.manifest import Manifest
+from online_sao.ports import free_port
 from online_sao.types import PolicyVersion, RenderedPrompt, Sampling, VersionSpan
 
 TOLERANCE = 1e-4
