@@ -203,23 +203,32 @@ class CriticNetwork(nn.Module):
         return nn.functional.pad(outputs[:, :-1], (1, 0))
 
 
-def critic_parameters(critic: CriticNetwork) -> dict[str, nn.Parameter]:
+def critic_parameters(
+    critic: CriticNetwork, *, train_attention: bool = False
+) -> dict[str, nn.Parameter]:
     """What trains of the critic: MLPs or experts, the norms outside attention, the head.
 
-    Frozen: everything inside attention modules, the token embeddings, MoE routers; found by
-    module. Raises ModelError for a layer whose attention (or router) cannot be named.
+    Frozen: everything inside attention modules (unless `train_attention`), the token embeddings,
+    MoE routers; found by module. Raises ModelError for a layer whose attention, where it is to be
+    frozen, or whose router cannot be named.
     """
     frozen = {id(p) for p in critic.backbone.get_input_embeddings().parameters()}
     for layer in critic.layers:
-        attention = [m for n, m in layer.named_modules() if n.split(".")[-1] in ATTENTION_NAMES]
-        if not any(True for module in attention for _ in module.parameters()):
-            raise ModelError(
-                f"{type(layer).__name__}: its attention cannot be named, so the critic cannot "
-                "freeze it; not supported"
-            )
+        attention = [] if train_attention else _attention(layer)
         for module in (*attention, *_routers(layer)):
             frozen |= {id(p) for p in module.parameters()}
     return {name: p for name, p in critic.named_parameters() if id(p) not in frozen}
+
+
+def _attention(layer: nn.Module) -> list[nn.Module]:
+    """The attention modules of a layer, with all that is in them."""
+    found = [m for n, m in layer.named_modules() if n.split(".")[-1] in ATTENTION_NAMES]
+    if not any(True for module in found for _ in module.parameters()):
+        raise ModelError(
+            f"{type(layer).__name__}: its attention cannot be named, so the critic cannot "
+            "freeze it; not supported"
+        )
+    return found
 
 
 def _routers(layer: nn.Module) -> list[nn.Module]:

@@ -97,6 +97,20 @@ def test_the_critic_trains_this_many_parameters_and_none_of_attention(family: st
     assert {"head.weight", "head.bias"} <= set(trained)
 
 
+def test_with_attention_trained_embeddings_and_routers_alone_stay_frozen() -> None:
+    model = model_of(FAMILIES["qwen3_moe"][0])
+    critic = CriticNetwork(model, Decoder.of(model), 0)
+    more = critic_parameters(critic, train_attention=True)
+    # q and o: 4 heads of 4; k and v: 2 heads of 4; q_norm and k_norm: 4 each.
+    attention = LAYERS * (2 * H * 16 + 2 * H * 8 + 2 * 4)
+    want = FAMILIES["qwen3_moe"][1] + attention
+    assert sum(p.numel() for p in more.values()) == want
+    frozen = critic.state_dict().keys() - more.keys()
+    assert frozen == {
+        "backbone.embed_tokens.weight", *(f"backbone.layers.{n}.mlp.gate.weight" for n in (0, 1))
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_policy_s_top_layer_and_final_norm_train_and_nothing_else(family: str) -> None:
     model = model_of(FAMILIES[family][0])
