@@ -98,9 +98,19 @@ def skip_observation_gae(
 def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
     """lambda = 1 - 1/(alpha l), floored at 0; l = action tokens of the trajectory.
 
-    (B, T) -> (B,), in double precision. A trajectory without an action gets 0.
+    (B, T) -> (B,), in double precision. A trajectory without an action gets 0. Raises
+    ValueError unless alpha > 0.
     """
-    length = mask.sum(dim=-1, dtype=torch.float64)
+    return adaptive_lambda(mask.sum(dim=-1, dtype=torch.float64), alpha)
+
+
+def adaptive_lambda(length: Tensor, alpha: float) -> Tensor:
+    """lambda = 1 - 1/(alpha l), floored at 0, for lengths l (B,), tokens or steps: (B,).
+
+    A length of 0 gets 0. Raises ValueError unless alpha > 0.
+    """
+    if not alpha > 0.0:
+        raise ValueError(f"alpha must be above 0, got {alpha}")
     return (1.0 - 1.0 / (alpha * length)).clamp(min=0.0)
 
 
@@ -142,9 +152,7 @@ def log_policy(logits: Tensor, temperature: Tensor | float) -> Tensor:
 def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Full-softmax KL(p || q) = sum_v p_v (log p_v - log q_v): (C, V), (C, V) -> (C,), nats.
 
-    KL(pi_theta || pi_start) is `kl_divergence(log_theta, log_start)`, the other direction
-    `kl_divergence(log_start, log_theta)`. Log-probabilities are finite, as log-softmax gives
-    them.
+    Log-probabilities are finite, as log-softmax gives them. `variants` names its two uses.
     """
     divergence: Tensor = torch.linalg.vecdot(log_p.exp(), log_p - log_q)
     return divergence

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from online_sao.algorithm import sao
+from online_sao.algorithm import sao, variants
 from online_sao.numerics import bf16_products
 
 CHUNK_ELEMENTS = 1 << 23
@@ -125,8 +125,8 @@ class HeadScorer:
             return ActionScores(logprobs, torch.full_like(logprobs, torch.nan), entropy)
         with torch.no_grad():
             log_start = sao.log_policy(heads.start(start_states), temperature)
-        pair = (log_start, log_theta) if self.reverse_kl else (log_theta, log_start)
-        return ActionScores(logprobs, sao.kl_divergence(*pair), entropy)
+        kl = variants.kl_start_policy if self.reverse_kl else variants.kl_policy_start
+        return ActionScores(logprobs, kl(log_theta, log_start), entropy)
 
     def _vocabulary(self) -> int:
         weight = self.head.weight
