@@ -45,6 +45,21 @@ Projection = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class LogitChange:
+    """What some families do to their logits after the output head: x -> cap tanh(scale x / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    """None: no cap, scale x alone."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The logits the softmax is taken of; any shape, differentiable."""
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+@dataclass(frozen=True, slots=True)
 class _Heads:
     """The policy's and the start policy's projections, ready for one call's chunks."""
 
@@ -64,6 +79,8 @@ class HeadScorer:
     """KL(start || policy) instead of KL(policy || start)."""
     entropy_pulls: bool = False
     """The objective has an entropy term."""
+    change: LogitChange = LogitChange()
+    """Of the policy's and the start policy's logits alike."""
     chunk_elements: int = CHUNK_ELEMENTS
 
     def score(
@@ -104,8 +121,8 @@ class HeadScorer:
 
     def _heads(self, *, with_gradient: bool) -> _Heads:
         with torch.set_grad_enabled(with_gradient):
-            theta = _projection(self.head)
-        start = theta if self.start_head is self.head else _projection(self.start_head)
+            theta = self._projection(self.head)
+        start = theta if self.start_head is self.head else self._projection(self.start_head)
         return _Heads(theta, start, bf16_products if _rounds(self.head) else nullcontext)
 
     def _chunk(
@@ -128,6 +145,14 @@ class HeadScorer:
         kl = variants.kl_start_policy if self.reverse_kl else variants.kl_policy_start
         return ActionScores(logprobs, kl(log_theta, log_start), entropy)
 
+    def _projection(self, head: nn.Module) -> Projection:
+        """Hidden states -> fp32 logits; a bf16 head's sums are not rounded (see `numerics`)."""
+        if not isinstance(head, nn.Linear) or not _rounds(head):
+            return lambda states: self.change(head(states).float())
+        weight = head.weight.float()
+        bias = None if head.bias is None else head.bias.float()
+        return lambda states: self.change(F.linear(states.float(), weight, bias))
+
     def _vocabulary(self) -> int:
         weight = self.head.weight
         assert isinstance(weight, Tensor)
@@ -143,12 +168,3 @@ def _rounds(head: nn.Module) -> bool:
         and weight.dtype == torch.bfloat16
         and weight.device.type == "cpu"
     )
-
-
-def _projection(head: nn.Module) -> Projection:
-    """Hidden states -> fp32 logits; a bf16 head's sums are not rounded (see `numerics`)."""
-    if not isinstance(head, nn.Linear) or not _rounds(head):
-        return lambda states: head(states).float()
-    weight = head.weight.float()
-    bias = None if head.bias is None else head.bias.float()
-    return lambda states: F.linear(states.float(), weight, bias)

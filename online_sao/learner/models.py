@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from online_sao.config import LearnerSettings
 from online_sao.errors import ModelError
+from online_sao.learner.head import LogitChange
 from online_sao.manifest import read_header
 
 ATTENTION_NAMES = ("self_attn", "linear_attn", "attention", "attn")
@@ -94,7 +95,8 @@ def stored_dtypes(folder: Path) -> set[str]:
 def load_causal_lm(folder: Path, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
     """The causal language model in `folder`: evaluation mode, no dropout, nothing trainable.
 
-    Raises ModelError when it is missing, unreadable, or its tensors are not the model's.
+    `attention`: "sdpa" means eager for a family that has no such attention (sinks, soft caps).
+    Raises ModelError when it is missing, unreadable, quantized, or its tensors are not the model's.
     """
     transformers_logging.disable_progress_bar()
     try:
@@ -102,11 +104,13 @@ def load_causal_lm(folder: Path, dtype: torch.dtype, device: torch.device, atten
         for key, value in config.to_dict().items():
             if _DROPOUT.search(key) and isinstance(value, float):
                 setattr(config, key, 0.0)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelError(f"{folder} is quantized: training needs its 16 or 32 bit weights")
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=None if attention == "sdpa" else attention,  # None: sdpa if it can
             local_files_only=True,
             output_loading_info=True,
         )
@@ -131,32 +135,62 @@ class Decoder:
     norm: nn.Module
     """The norm after the last layer."""
     head: nn.Module
+    change: LogitChange
+    """What the model does to the head's output."""
 
     @classmethod
     def of(cls, model: Any) -> Decoder:
         """The parts of `model`. Raises ModelError for an architecture they cannot be told in."""
         base, name = model.base_model, type(model).__name__
-        depth = model.config.num_hidden_layers
+        depth = getattr(model.config, "num_hidden_layers", None)
         stacks = [m for m in base.children() if isinstance(m, nn.ModuleList) and len(m) == depth]
         norms = [m for m in base.children() if type(m).__name__.endswith("Norm")]
         if base is model or len(stacks) != 1 or len(norms) != 1:
             raise ModelError(f"{name}: its layers and final norm cannot be named; not supported")
-        decoder = cls(
-            base, model.get_input_embeddings(), stacks[0], norms[0], model.get_output_embeddings()
-        )
+        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        decoder = cls(base, embeddings, stacks[0], norms[0], head, logit_change(model.config))
         decoder._check_head(model)
         return decoder
 
     @torch.no_grad()
     def _check_head(self, model: Any) -> None:
-        """The head alone must make the logits: no soft cap, no scale that we would leave out."""
+        """The head must read the final hidden states, and what happens to its output must be
+        `change` and no more: seen on a head made to say logits from -64 to 64.
+        """
         ids = torch.arange(4, device=next(self.norm.parameters()).device)[None]
-        whole = model(input_ids=ids, use_cache=False).logits
-        ours = self.head(self.base(input_ids=ids, use_cache=False).last_hidden_state)
-        if not torch.allclose(whole, ours, rtol=1e-3, atol=1e-3):
+        final = self.base(input_ids=ids, use_cache=False).last_hidden_state
+        read: list[Tensor] = []
+        said: list[Tensor] = []
+
+        def say(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            ramp = torch.linspace(-64.0, 64.0, out.numel(), device=out.device).view_as(out)
+            read.append(args[0])
+            said.append(ramp.to(out.dtype))
+            return said[0]
+
+        hook = self.head.register_forward_hook(say)
+        try:
+            whole = model(input_ids=ids, use_cache=False).logits.float()
+        finally:
+            hook.remove()
+        loose = 1e-3 if final.dtype == torch.float32 else 2**-6  # its steps may each round
+        if not (
+            read
+            and torch.allclose(read[0], final, rtol=loose, atol=1e-3)
+            and torch.allclose(whole, self.change(said[0].float()), rtol=loose, atol=1e-3)
+        ):
             raise ModelError(
-                f"{type(model).__name__} changes its logits after the head; not supported"
+                f"{type(model).__name__} changes its logits after the head, or its hidden states "
+                "before it, in a way that is not known here; not supported"
             )
+
+
+def logit_change(config: Any) -> LogitChange:
+    """What a family's config says of its logits: Granite divides, Cohere multiplies, Gemma caps."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    scale = getattr(config, "logit_scale", None) or 1.0
+    scale /= getattr(config, "logits_scaling", None) or 1.0
+    return LogitChange(scale, cap or None)
 
 
 def policy_parameters(model: Any, decoder: Decoder, top_layers: int) -> dict[str, nn.Parameter]:

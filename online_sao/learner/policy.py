@@ -111,7 +111,9 @@ class Policy:
         if settings.activation_checkpointing:
             models.enable_recomputation(model, self.decoder.layers[first_trained:])
         start_head = self.decoder.head if self.start is None else self.start.head
-        self._scorer = HeadScorer(self.decoder.head, start_head, reverse_kl, entropy_pulls)
+        self._scorer = HeadScorer(
+            self.decoder.head, start_head, reverse_kl, entropy_pulls, self.decoder.change
+        )
 
     def score(self, part: TrajectoryBatch, objective: Objective | None) -> ActionScores:
         """Scores of the part's action tokens, in row-major order of its mask.

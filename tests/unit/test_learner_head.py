@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from online_sao.algorithm import sao
-from online_sao.learner.head import ActionScores, HeadScorer
+from online_sao.learner.head import ActionScores, HeadScorer, LogitChange
 
 N, D, V = 23, 8, 50
 
@@ -97,3 +97,47 @@ def test_the_temperature_is_each_rollout_s_own() -> None:
     for n in (0, 1):
         want = (logits[n] / temperatures[n]).log_softmax(-1)[actions[n]]
         assert got.logprobs[n].item() == pytest.approx(want.item(), abs=1e-6)
+
+
+def test_a_cap_and_a_scale_after_the_head_by_hand() -> None:
+    """5 tanh(0.5 x / 5) at x = 10: 5 tanh(1) = 3.80797; slope 0.5 (1 - tanh(1)^2) = 0.20999."""
+    x = torch.tensor([10.0], requires_grad=True)
+    y = LogitChange(scale=0.5, cap=5.0)(x)
+    y.backward()
+    assert y.item() == pytest.approx(3.80797, abs=1e-5)
+    assert x.grad is not None
+    assert x.grad.item() == pytest.approx(0.20999, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_follows_the_head_is_in_both_policies_scores_and_the_gradient(
+    dtype: torch.dtype,
+) -> None:
+    head, start_head, states, start_states, actions, temperatures = pieces()
+    change = LogitChange(scale=2.0, cap=1.5)
+    head, start_head = head.to(dtype), start_head.to(dtype)
+    states = states.detach().to(dtype).requires_grad_()
+    start_states = start_states.to(dtype)
+    scorer = HeadScorer(head, start_head, False, True, change, chunk_elements=7 * V)
+    got = scorer.score(states, actions, temperatures, start_states, weighted)
+    got_grad, states.grad = states.grad, None
+
+    def plain(head: nn.Linear, states: Tensor) -> Tensor:
+        logits = states.float() @ head.weight.float().T * 2.0
+        return ((logits / 1.5).tanh() * 1.5 / temperatures[:, None]).log_softmax(-1)
+
+    log_theta, log_start = plain(head, states), plain(start_head, start_states).detach()
+    taken = log_theta.gather(1, actions[:, None]).squeeze(1)
+    want = ActionScores(
+        taken,
+        (log_theta.exp() * (log_theta - log_start)).sum(1),
+        -(log_theta.exp() * log_theta).sum(1),
+    )
+    weighted(want, slice(None)).backward()
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(got.logprobs, want.logprobs.detach(), **close)
+    torch.testing.assert_close(got.kl, want.kl.detach(), **close)
+    assert got_grad is not None
+    assert states.grad is not None
+    loose = close if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(got_grad, states.grad, **loose)

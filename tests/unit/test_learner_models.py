@@ -1,4 +1,4 @@
-"""What is loaded, what trains and what is frozen, on every family the critic is promised for."""
+"""What is loaded, what trains and what is frozen; counts by family: test_learner_architectures."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_llama import make_folder
+from tiny_families import FAMILIES, model_of
+from tiny_llama import VOCABULARY, make_folder
 from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.models.gemma import GemmaConfig
-from transformers.models.gemma2 import Gemma2Config
-from transformers.models.glm4 import Glm4Config
-from transformers.models.glm4_moe import Glm4MoeConfig
-from transformers.models.gpt_oss import GptOssConfig
-from transformers.models.llama import LlamaConfig
-from transformers.models.qwen2 import Qwen2Config
-from transformers.models.qwen3 import Qwen3Config
-from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from online_sao.config import LearnerSettings
 from online_sao.errors import ModelError
@@ -33,133 +24,47 @@ from online_sao.learner.models import (
     policy_parameters,
 )
 
-H, FF, LAYERS, V = 16, 24, 2, 40
-DENSE: dict[str, Any] = {
-    "vocab_size": V, "hidden_size": H, "intermediate_size": FF, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
-    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MOE = {**DENSE, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
-MLP = 3 * H * FF
-EXPERTS = 4 * 3 * H * 8
-OUTSIDE = H + H + 1  # the final norm, the head and its bias
-
-# Per family: config, and the critic's trained parameters worked out by hand.
-FAMILIES: dict[str, tuple[Any, int]] = {
-    "llama": (LlamaConfig(**DENSE), LAYERS * (MLP + 2 * H) + OUTSIDE),
-    "qwen2": (Qwen2Config(**DENSE), LAYERS * (MLP + 2 * H) + OUTSIDE),
-    # Its norms inside attention (q_norm, k_norm) are frozen with it.
-    "qwen3": (Qwen3Config(**DENSE), LAYERS * (MLP + 2 * H) + OUTSIDE),
-    "qwen3_moe": (
-        Qwen3MoeConfig(**MOE, num_experts=4),
-        LAYERS * (EXPERTS + 2 * H) + OUTSIDE,
-    ),
-    # Four norms a layer, all outside attention.
-    "glm4": (Glm4Config(**DENSE), LAYERS * (MLP + 4 * H) + OUTSIDE),
-    # The first layer dense, the second with experts and one shared expert.
-    "glm4_moe": (
-        Glm4MoeConfig(
-            **MOE, n_routed_experts=4, first_k_dense_replace=1, n_shared_experts=1,
-            n_group=1, topk_group=1,
-        ),
-        MLP + EXPERTS + 3 * H * 8 + LAYERS * 2 * H + OUTSIDE,
-    ),
-    "gemma": (GemmaConfig(**DENSE), LAYERS * (MLP + 2 * H) + OUTSIDE),
-    # Experts with biases: gate and up (H x 2FF + 2FF), down (FF x H + H).
-    "gpt_oss": (
-        GptOssConfig(
-            **DENSE, num_local_experts=4, num_experts_per_tok=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        ),
-        LAYERS * (4 * (H * 2 * FF + 2 * FF + FF * H + H) + 2 * H) + OUTSIDE,
-    ),
-}  # fmt: skip
-
-
-def model_of(config: Any) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+LAYERS, V = 3, VOCABULARY
 
 
 def compute(**learner: Any) -> Compute:
     return Compute.chosen(LearnerSettings(**learner))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_critic_trains_this_many_parameters_and_none_of_attention(family: str) -> None:
-    config, want = FAMILIES[family]
-    model = model_of(config)
-    critic = CriticNetwork(model, Decoder.of(model), 0)
-    trained = critic_parameters(critic)
-    assert sum(p.numel() for p in trained.values()) == want
-    forbidden = (".self_attn.", "embed_tokens", ".gate.", ".router.", "sinks")
-    assert not [name for name in trained if any(word in name for word in forbidden)]
-    assert {"head.weight", "head.bias"} <= set(trained)
-
-
 def test_with_attention_trained_embeddings_and_routers_alone_stay_frozen() -> None:
-    model = model_of(FAMILIES["qwen3_moe"][0])
+    model = model_of("qwen3_moe")
     critic = CriticNetwork(model, Decoder.of(model), 0)
-    more = critic_parameters(critic, train_attention=True)
-    # q and o: 4 heads of 4; k and v: 2 heads of 4; q_norm and k_norm: 4 each.
-    attention = LAYERS * (2 * H * 16 + 2 * H * 8 + 2 * 4)
-    want = FAMILIES["qwen3_moe"][1] + attention
-    assert sum(p.numel() for p in more.values()) == want
+    fewer, more = critic_parameters(critic), critic_parameters(critic, train_attention=True)
+    # q and o: 4 heads of 4 for a width of 16; k and v: 2 heads; q_norm and k_norm: 4 each.
+    attention = LAYERS * (2 * 16 * 16 + 2 * 16 * 8 + 2 * 4)
+    counts = [sum(p.numel() for p in found.values()) for found in (fewer, more)]
+    assert counts[1] - counts[0] == attention
     frozen = critic.state_dict().keys() - more.keys()
-    assert frozen == {
-        "backbone.embed_tokens.weight", *(f"backbone.layers.{n}.mlp.gate.weight" for n in (0, 1))
-    }  # fmt: skip
+    routers = {f"backbone.layers.{n}.mlp.gate.weight" for n in range(LAYERS)}
+    assert frozen == {"backbone.embed_tokens.weight", *routers}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_policy_s_top_layer_and_final_norm_train_and_nothing_else(family: str) -> None:
-    model = model_of(FAMILIES[family][0])
+    model = model_of(family)
     decoder = Decoder.of(model)
     trained = policy_parameters(model, decoder, 1)
-    top = sum(p.numel() for p in decoder.layers[1].parameters())
-    assert sum(p.numel() for p in trained.values()) == top + H
+    top = sum(p.numel() for p in decoder.layers[2].parameters())
+    assert sum(p.numel() for p in trained.values()) == top + 16
     assert all(
-        name.startswith("model.layers.1.") or name == "model.norm.weight" for name in trained
+        name.startswith("model.layers.2.") or name == "model.norm.weight" for name in trained
     )
 
 
 @pytest.mark.parametrize("layers", [0, LAYERS, LAYERS + 5])
 def test_all_layers_means_all_parameters_embedding_and_head_too(layers: int) -> None:
-    model = model_of(FAMILIES["llama"][0])
+    model = model_of("llama")
     trained = policy_parameters(model, Decoder.of(model), layers)
     assert trained.keys() == dict(model.named_parameters()).keys()
 
 
-def test_an_architecture_whose_attention_cannot_be_named_is_an_error() -> None:
-    model = model_of(FAMILIES["llama"][0])
-    for layer in model.model.layers:
-        layer.mixer = layer.self_attn
-        del layer.self_attn
-    critic = CriticNetwork.__new__(CriticNetwork)
-    nn.Module.__init__(critic)
-    critic.backbone = model.model
-    with pytest.raises(ModelError, match="attention cannot be named"):
-        critic_parameters(critic)
-
-
-def test_experts_whose_router_cannot_be_named_are_an_error() -> None:
-    model = model_of(FAMILIES["qwen3_moe"][0])
-    critic = CriticNetwork(model, Decoder.of(model), 0)
-    for layer in critic.layers:
-        layer.mlp.chooser = layer.mlp.gate
-        del layer.mlp.gate
-    with pytest.raises(ModelError, match="router cannot be named"):
-        critic_parameters(critic)
-
-
-def test_a_model_that_changes_its_logits_after_the_head_is_refused() -> None:
-    model = model_of(Gemma2Config(**DENSE, final_logit_softcapping=0.5))
-    with pytest.raises(ModelError, match="changes its logits"):
-        Decoder.of(model)
-
-
 def test_the_value_of_a_state_is_the_output_one_position_earlier() -> None:
-    model = model_of(FAMILIES["llama"][0])
+    model = model_of("llama")
     critic = CriticNetwork(model, Decoder.of(model), 1)
     nn.init.normal_(critic.head.weight)
     ids = torch.randint(0, V, (2, 7))
@@ -176,7 +81,7 @@ def test_the_value_of_a_state_is_the_output_one_position_earlier() -> None:
 
 
 def test_the_critic_starts_at_zero_and_shares_no_storage_with_the_policy() -> None:
-    model = model_of(FAMILIES["llama"][0])
+    model = model_of("llama")
     critic = CriticNetwork(model, Decoder.of(model), 1)
     assert len(critic.layers) == 1
     assert len(model.model.layers) == LAYERS
