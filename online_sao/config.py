@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from online_sao.errors import ConfigError
@@ -133,9 +133,42 @@ class JudgingSettings(_Section):
     )
 
 
-class AlgorithmSettings(_Section):
-    """SAO. Letters and equations as in `online_sao/algorithm/README.md`."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sao": {},
+    "running_mean": {},
+    "grpo": {"policy_loss": "ppo_clip", "eps_low": 0.2, "eps_high": 0.28},
+    "grpo_dis": {},
+    "vapo": {
+        "policy_loss": "ppo_clip",
+        "eps_low": 0.2,
+        "eps_high": 0.28,
+        "critic_updates": 1,
+        "critic_attention": "trained",
+        "critic_embeddings": "trained",
+    },
+    "spo": {},
+}
+"""What each variant changes of the other keys' defaults; keys that are given win."""
+CRITIC_VARIANTS = ("sao", "vapo")
+"""The variants whose baseline is a critic."""
+LIVE_VARIANTS = (*CRITIC_VARIANTS, "running_mean")
+"""The variants that live traffic can feed: the others need prompts that come again."""
 
+
+class AlgorithmSettings(_Section):
+    """SAO and what it is compared with. Letters as in `online_sao/algorithm/README.md`."""
+
+    variant: Literal["sao", "running_mean", "grpo", "grpo_dis", "vapo", "spo"] = Field(
+        "sao",
+        description="sao, or a method it is compared with; changes the defaults of other keys. "
+        "grpo, grpo_dis and spo need prompts that come again: `online-sao ablate` alone. "
+        "Source: paper.",
+    )
+    policy_loss: Literal["dis", "unmasked", "ppo_clip"] = Field(
+        "dis",
+        description="dis: eq. 1 with the band of eq. 3; unmasked: without it; ppo_clip: PPO's "
+        "one-sided clip. Source: paper.",
+    )
     eps_low: float = Field(0.3, gt=0, description="Band of eq. 3, low side. Source: paper, TIR.")
     eps_high: float = Field(5.0, gt=0, description="Band of eq. 3, high side. Source: paper, TIR.")
     alpha: float = Field(
@@ -153,6 +186,37 @@ class AlgorithmSettings(_Section):
         ge=0,
         description="Judged rollouts the critic is fitted on before all else; the policy "
         "never trains on them. Source: paper scales it with the corpus at hand.",
+    )
+    critic_attention: Literal["frozen", "trained"] = Field(
+        "frozen", description="Attention modules of the critic. Source: paper."
+    )
+    critic_embeddings: Literal["frozen", "trained"] = Field(
+        "frozen", description="Token embeddings and MoE routers of the critic. Source: ours."
+    )
+    gae_observations: Literal["skip", "include"] = Field(
+        "skip",
+        description="Observation tokens between a trajectory's actions: skipped by the "
+        "GAE, or links of its chain. Source: paper (skip).",
+    )
+    action_level: Literal["token", "step_average", "step_last_token"] = Field(
+        "token",
+        description="What is one action of the GAE: a token, or a whole turn with the mean or "
+        "the last of its tokens' values. Source: paper, A.1.",
+    )
+    running_mean_window: int = Field(
+        128, ge=1, description="running_mean: rewards in the mean. Source: paper; 8 per prompt."
+    )
+    running_mean_per: Literal["all", "prompt"] = Field(
+        "all", description="running_mean: one mean, or one per prompt. Source: paper has both."
+    )
+    group_size: int = Field(
+        8, ge=2, description="grpo, grpo_dis: replies to one prompt in a group. Source: paper."
+    )
+    spo_half_life: float = Field(
+        0.1,
+        gt=0,
+        description="spo: drift KL(then||now) per token (nats) that halves a prompt's counts. "
+        "Source: ours.",
     )
     value_head: Literal["linear", "sigmoid"] = Field(
         "linear", description="linear: squared error (paper); sigmoid: bounded, cross-entropy."
@@ -183,6 +247,32 @@ class AlgorithmSettings(_Section):
         description="Replies cut at max_tokens: trained with their judged reward, or "
         "discarded. Source: ours; else running on is never punished.",
     )
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the baseline is a critic; without one there is no pretraining or warm-up."""
+        return self.variant in CRITIC_VARIANTS
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_variant(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        sides = [side for side in ("eps_low", "eps_high") if side in given]
+        if len(sides) == 1:
+            missing = "eps_low" if sides == ["eps_high"] else "eps_high"
+            raise ValueError(f"the band has two sides, and neither implies the other: set {missing}"
+                             f" beside {sides[0]}")  # fmt: skip
+        return {**VARIANTS.get(str(given.get("variant", "sao")), {}), **given}
+
+    @model_validator(mode="after")
+    def _one_kind_of_chain(self) -> Self:
+        if self.action_level != "token" and self.gae_observations == "include":
+            raise ValueError(
+                "gae_observations = include goes with action_level = token: between steps there "
+                "are no observations"
+            )
+        return self
 
 
 class LearnerSettings(_Section):
@@ -423,5 +513,5 @@ def _explain(error: ValidationError) -> str:
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown setting `{key}` (see `online-sao config show`)")
         else:
-            lines.append(f"setting `{key}`: {problem['msg']}")
+            lines.append(f"setting `{key}`: {problem['msg'].removeprefix('Value error, ')}")
     return "; ".join(lines)
