@@ -317,6 +317,29 @@ def test_each_denominator_gives_the_mean_it_names(name: str, seed: int) -> None:
     assert with_denominator(True) == pytest.approx(sum(alone) / B, abs=1e-12)
 
 
+# What carries no gradient
+
+
+@every_loss
+def test_neither_advantages_nor_targets_carry_a_gradient(name: str) -> None:
+    batch = drawn(0)
+    told = replace(
+        batch,
+        advantages=batch.advantages.clone().requires_grad_(),
+        rewards=batch.rewards.clone().requires_grad_(),  # the targets of the value losses
+    )
+    assert torch.equal(trained(name, told)[1], trained(name, batch)[1])
+    assert told.advantages.grad is None
+    assert told.rewards.grad is None
+
+
+@every_advantage
+def test_advantages_carry_no_gradient_to_the_critic(name: str) -> None:
+    batch = drawn(0)
+    learning = replace(batch, values=batch.values.clone().requires_grad_())
+    assert not any(x.requires_grad for x in ADVANTAGES[name](learning))
+
+
 # Returns
 
 

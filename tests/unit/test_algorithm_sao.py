@@ -166,6 +166,13 @@ def test_length_adaptive_lambda_by_hand() -> None:
     assert sao.length_adaptive_lambda(mask, 0.5).tolist() == pytest.approx([0.5, 0.0, 0.0])
 
 
+def test_denominators_by_hand() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    # Four actions in all; or each its own number times the two trajectories that have any.
+    assert sao.mean_denominator(mask, per_trajectory=False).tolist() == [4.0, 4.0, 4.0]
+    assert sao.mean_denominator(mask, per_trajectory=True).tolist() == [6.0, 2.0, 2.0]
+
+
 def test_value_losses_by_hand() -> None:
     values, mask = torch.tensor([[0.5, 1.0, 7.0]]), torch.tensor([[True, True, False]])
     targets = torch.tensor([[1.0, 0.0, math.nan]])
