@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from online_sao.config import ENV_PREFIX, Settings
+from online_sao.config import ENV_PREFIX, LIVE_VARIANTS, Settings
 from online_sao.datafolder import DataFolder
 from online_sao.errors import ConfigError, ModelError
 from online_sao.interfaces import Engine, Store, Trainer
@@ -99,8 +99,20 @@ def make_trainer(settings: Settings) -> Trainer:
     return cast(Trainer, load(TRAINER)(settings.algorithm, settings.learner, start_policy))
 
 
+def check_live(settings: Settings) -> None:
+    """Raises ConfigError for a variant that live traffic cannot feed."""
+    variant = settings.algorithm.variant
+    if variant not in LIVE_VARIANTS:
+        raise ConfigError(
+            f"algorithm.variant = {variant} needs prompts that come again, which live traffic does "
+            f"not bring: `online-sao ablate` runs it; a service learns with "
+            f"{', '.join(LIVE_VARIANTS)}"
+        )
+
+
 def make_learner(settings: Settings, store: Store, trainer: Trainer) -> Any:
-    """The learner's loop."""
+    """The learner's loop. Raises ConfigError for a variant that live traffic cannot feed."""
+    check_live(settings)
     folder = DataFolder(settings.service.data)
     return load("online_sao.learner.loop:Learner")(
         store,

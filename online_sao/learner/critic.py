@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from online_sao.algorithm import sao
-from online_sao.config import LearnerSettings
+from online_sao.config import AlgorithmSettings, LearnerSettings
 from online_sao.errors import UpdateNotFinite
 from online_sao.learner import models
 from online_sao.learner.batch import TrajectoryBatch
@@ -17,19 +18,25 @@ from online_sao.learner.weights import TrainedWeights
 
 
 class Critic:
-    """V: the start policy's first layers and a scalar head; attention and embeddings frozen."""
+    """V: the start policy's first layers and a scalar head; attention and embeddings frozen,
+    unless the settings say otherwise.
+    """
 
     def __init__(
         self,
         start: Any,
         exact: Any | None,
         settings: LearnerSettings,
-        head: Literal["linear", "sigmoid"],
+        algorithm: AlgorithmSettings,
     ) -> None:
         """Copies the layers it needs of `start`, and masters from `exact` (the same in fp32)."""
         layers = settings.critic_layers
         self.network = CriticNetwork(start, Decoder.of(start), layers)
-        parameters = models.critic_parameters(self.network)
+        parameters = models.critic_parameters(
+            self.network,
+            train_attention=algorithm.critic_attention == "trained",
+            train_embeddings=algorithm.critic_embeddings == "trained",
+        )
         twin = None if exact is None else CriticNetwork(exact, Decoder.of(exact), layers)
         self.weights = TrainedWeights(
             parameters,
@@ -40,23 +47,31 @@ class Critic:
         )
         if settings.activation_checkpointing:
             models.enable_recomputation(self.network.backbone, self.network.layers)
-        self._bounded = head == "sigmoid"
+        self._bounded = algorithm.value_head == "sigmoid"
         self._max_tokens = settings.micro_batch_tokens
 
-    def values(self, batch: TrajectoryBatch) -> Tensor:
-        """V(s_t) (B, T) float32 as the critic is now; 0 off the mask."""
-        values, _ = self._pass(batch, None, None)
+    def values(self, batch: TrajectoryBatch, where: Tensor | None = None) -> Tensor:
+        """V(s_t) (B, T) float32 as the critic is now; 0 off `where` (B, T), the action tokens."""
+        values, _ = self._pass(batch, batch.action_mask if where is None else where, None)
         return values
 
     def update(
-        self, batch: TrajectoryBatch, returns: Tensor, denominator: Tensor
+        self,
+        batch: TrajectoryBatch,
+        returns: Tensor,
+        denominator: Tensor,
+        where: Tensor | None = None,
+        fitted: Tensor | None = None,
     ) -> tuple[Tensor, float, float]:
-        """One update towards `returns` (B, T).
+        """One update towards `returns` (B, T) at the tokens `fitted`; both (B, T) bool, None for
+        the action tokens.
 
-        Returns V as it was before it (the same forward pass), the loss and the gradient's norm
-        before clipping. Raises UpdateNotFinite before the step.
+        Returns V at `where` as it was before it (the same forward pass), the loss and the
+        gradient's norm before clipping. Raises UpdateNotFinite before the step.
         """
-        values, loss = self._pass(batch, returns, denominator)
+        mask = batch.action_mask
+        target = _Target(returns, mask if fitted is None else fitted, denominator)
+        values, loss = self._pass(batch, mask if where is None else where, target)
         if not bool(torch.isfinite(values).all()):
             raise UpdateNotFinite("the critic's values are not finite")
         norm = self.weights.clip()
@@ -64,24 +79,45 @@ class Critic:
         return values, loss, norm
 
     def _pass(
-        self, batch: TrajectoryBatch, returns: Tensor | None, denominator: Tensor | None
+        self, batch: TrajectoryBatch, where: Tensor, target: _Target | None
     ) -> tuple[Tensor, float]:
-        """Forward over the batch's micro-batches, and backward where there are returns."""
+        """Forward over the batch's micro-batches, and backward where there is a target."""
         values = torch.zeros_like(batch.rewards)
         total = 0.0
-        loss_of = sao.bounded_value_loss if self._bounded else sao.value_loss
         for rows in batch.micro_batches(self._max_tokens):
             part = batch.select(rows)
             width = part.token_ids.shape[1]
-            with torch.set_grad_enabled(returns is not None):
+            with torch.set_grad_enabled(target is not None):
                 outputs = self.network(part.token_ids)
-            if returns is not None and denominator is not None:
-                targets = returns[rows, :width]
-                loss = loss_of(outputs, targets, part.action_mask, denominator=denominator[rows])
-                loss.backward()  # type: ignore[no-untyped-call]
-                self.weights.accumulate()
-                total += loss.item()
+            if target is not None:
+                total += self._send_back(outputs, target, rows)
             seen = outputs.detach()
             seen = seen.sigmoid() if self._bounded else seen
-            values[rows, :width] = torch.where(part.action_mask, seen, 0.0)
+            values[rows, :width] = torch.where(where[rows, :width], seen, 0.0)
         return values, total
+
+    def _send_back(self, outputs: Tensor, target: _Target, rows: Tensor) -> float:
+        """The part's loss, its gradient added to the masters'."""
+        width = outputs.shape[1]
+        loss_of = sao.bounded_value_loss if self._bounded else sao.value_loss
+        loss = loss_of(
+            outputs,
+            target.returns[rows, :width],
+            target.fitted[rows, :width],
+            denominator=target.denominator[rows],
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.weights.accumulate()
+        return loss.item()
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What V is fitted to."""
+
+    returns: Tensor
+    """(B, T)."""
+    fitted: Tensor
+    """(B, T) bool: where."""
+    denominator: Tensor
+    """(B,) of the loss' mean."""

@@ -23,6 +23,7 @@ from online_sao.manifest import MANIFEST_NAME, Manifest
 from online_sao.types import ProbeTokens
 
 STATE_FILE = "state.json"
+POLICY_FILE, CRITIC_FILE = "policy.safetensors", "critic.safetensors"
 STATE_FORMAT = 1
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -126,7 +127,10 @@ class SavedState:
     policy: Mapping[str, Tensor]
     policy_steps: int
     critic: Mapping[str, Tensor]
+    """Empty where the variant has none."""
     critic_steps: int
+    memory: Mapping[str, Any]
+    """What the baseline has learned beside weights."""
 
     @classmethod
     def read(cls, folder: Path) -> SavedState:
@@ -137,25 +141,34 @@ class SavedState:
                 raise ModelError(f"{folder} has format {data['format']}, not {STATE_FORMAT}")
             return cls(
                 updates=data["updates"],
-                policy=load_file(folder / "policy.safetensors"),
+                policy=load_file(folder / POLICY_FILE),
                 policy_steps=data["policy_steps"],
-                critic=load_file(folder / "critic.safetensors"),
+                critic=load_file(folder / CRITIC_FILE) if (folder / CRITIC_FILE).exists() else {},
                 critic_steps=data["critic_steps"],
+                memory=data.get("memory", {}),
             )
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ModelError(f"{folder} is no learner state: {error}") from error
 
 
-def write_state(folder: Path, updates: int, policy: TrainedWeights, critic: TrainedWeights) -> None:
-    """Masters, moments and counters into the new folder `folder`."""
+def write_state(
+    folder: Path,
+    updates: int,
+    policy: TrainedWeights,
+    critic: TrainedWeights | None,
+    memory: Mapping[str, Any],
+) -> None:
+    """Masters, moments, counters and the baseline's memory into the new folder `folder`."""
     folder.mkdir(parents=True)
-    for name, weights in (("policy", policy), ("critic", critic)):
-        tensors = {key: tensor.cpu().contiguous() for key, tensor in weights.state().items()}
-        _save(tensors, folder / f"{name}.safetensors")
+    for file, weights in ((POLICY_FILE, policy), (CRITIC_FILE, critic)):
+        if weights is not None:
+            tensors = {key: tensor.cpu().contiguous() for key, tensor in weights.state().items()}
+            _save(tensors, folder / file)
     counters = {
         "format": STATE_FORMAT,
         "updates": updates,
         "policy_steps": policy.steps(),
-        "critic_steps": critic.steps(),
+        "critic_steps": 0 if critic is None else critic.steps(),
+        "memory": dict(memory),
     }
     (folder / STATE_FILE).write_text(json.dumps(counters))

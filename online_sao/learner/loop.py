@@ -368,7 +368,7 @@ class Learner:
         """
         pretraining = math.ceil(self._algorithm.value_pretrain_rollouts / self._settings.batch_size)
         planned = pretraining + self._algorithm.value_warmup_updates
-        if version > 0 or planned == 0:
+        if version > 0 or planned == 0 or not self._algorithm.has_critic:
             return 0
         count = await self._store.count_updates()
         done = sum(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from online_sao.algorithm import sao
 from online_sao.learner.batch import TrajectoryBatch
+from online_sao.learner.losses import PolicyLoss
 from online_sao.types import TokenTrace, Trajectory
 
 Metrics = dict[str, float | None]
@@ -19,12 +20,16 @@ Metrics = dict[str, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What an update knows of its batch; all (B, T) float32, anything off the mask."""
+    """What an update knows of its batch; all (B, T), float32 but for `valued`, anything off the
+    mask.
+    """
 
     values: Tensor
-    """V(s_t) before the update."""
+    """V(s_t) before the update, or the baseline that stands in for it."""
     returns: Tensor
     advantages: Tensor
+    valued: Tensor
+    """bool: the tokens over which the critic's explained variance is taken."""
     logprobs: Tensor
     """log pi_theta before the update."""
     kl: Tensor
@@ -45,26 +50,28 @@ class Phases:
         self.seconds[f"seconds_{name}"] = time.perf_counter() - begin
 
 
-def token_metrics(
-    batch: TrajectoryBatch, seen: Evaluated, eps_low: float, eps_high: float
-) -> Metrics:
+def token_metrics(batch: TrajectoryBatch, seen: Evaluated, pull: PolicyLoss) -> Metrics:
     """Means over the batch's action tokens, from before the update.
 
-    `kl_rollout` estimates KL(rollout || theta) as the mean of r - 1 - log r.
+    `clip_ratio` is the share of tokens that the loss leaves without a pull, by its own rule;
+    `outside_band` the share outside the band, whatever the loss. `kl_rollout` estimates
+    KL(rollout || theta) as the mean of r - 1 - log r.
     """
     mask = batch.action_mask
     ratio = sao.importance_ratio(seen.logprobs, batch.rollout_logprobs)[mask].double()
     log_ratio = ratio.log()
     advantages = seen.advantages[mask].double()
-    low, high = ratio <= 1.0 - eps_low, ratio >= 1.0 + eps_high
+    low, high = pull.without_pull(ratio, advantages)
+    below, above = pull.outside(ratio)
     kl = float(seen.kl[mask].double().mean())
     return {
-        "explained_variance": sao.explained_variance(seen.values, seen.returns, mask),
+        "explained_variance": sao.explained_variance(seen.values, seen.returns, seen.valued),
         "kl_start": None if kl != kl else kl,
         "entropy": float(seen.entropy[mask].double().mean()),
         "clip_ratio": float((low | high).double().mean()),
         "clip_ratio_low": float(low.double().mean()),
         "clip_ratio_high": float(high.double().mean()),
+        "outside_band": float((below | above).double().mean()),
         "log_ratio_abs_mean": float(log_ratio.abs().mean()),
         "log_ratio_abs_max": float(log_ratio.abs().max()),
         "kl_rollout": float((ratio - 1.0 - log_ratio).mean()),
@@ -78,12 +85,12 @@ def token_traces(
     trajectories: Sequence[Trajectory],
     batch: TrajectoryBatch,
     seen: Evaluated,
-    eps_low: float,
-    eps_high: float,
+    pull: PolicyLoss,
 ) -> tuple[TokenTrace, ...]:
     """V, A, r and kept or masked of every action token, one record per trajectory."""
     ratio = sao.importance_ratio(seen.logprobs, batch.rollout_logprobs)
-    kept = sao.calibrate(ratio, eps_low, eps_high) != 0.0
+    low, high = pull.without_pull(ratio, seen.advantages)
+    kept = ~(low | high)
     traces = []
     for row, trajectory in enumerate(trajectories):
         mask = batch.action_mask[row]

@@ -238,18 +238,21 @@ class CriticNetwork(nn.Module):
 
 
 def critic_parameters(
-    critic: CriticNetwork, *, train_attention: bool = False
+    critic: CriticNetwork, *, train_attention: bool = False, train_embeddings: bool = False
 ) -> dict[str, nn.Parameter]:
     """What trains of the critic: MLPs or experts, the norms outside attention, the head.
 
-    Frozen: everything inside attention modules (unless `train_attention`), the token embeddings,
-    MoE routers; found by module. Raises ModelError for a layer whose attention, where it is to be
-    frozen, or whose router cannot be named.
+    Frozen, found by module: everything inside attention modules (unless `train_attention`), the
+    token embeddings and MoE routers (unless `train_embeddings`). Raises ModelError for a layer
+    whose attention or router is to be frozen and cannot be named.
     """
-    frozen = {id(p) for p in critic.backbone.get_input_embeddings().parameters()}
+    frozen: set[int] = set()
+    if not train_embeddings:
+        frozen |= {id(p) for p in critic.backbone.get_input_embeddings().parameters()}
     for layer in critic.layers:
         attention = [] if train_attention else _attention(layer)
-        for module in (*attention, *_routers(layer)):
+        routers = [] if train_embeddings else _routers(layer)
+        for module in (*attention, *routers):
             frozen |= {id(p) for p in module.parameters()}
     return {name: p for name, p in critic.named_parameters() if id(p) not in frozen}
 

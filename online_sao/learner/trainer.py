@@ -17,11 +17,13 @@ from online_sao.algorithm import sao
 from online_sao.config import AlgorithmSettings, LearnerSettings
 from online_sao.errors import LearnerError, ModelError, UpdateNotFinite
 from online_sao.learner import metrics
+from online_sao.learner.advantages import Estimator, make_estimator
 from online_sao.learner.batch import TrajectoryBatch
 from online_sao.learner.critic import Critic
 from online_sao.learner.export import SavedState, VersionWriter, write_state
 from online_sao.learner.facts import batch_facts
 from online_sao.learner.head import ActionScores, Objective
+from online_sao.learner.losses import PolicyLoss
 from online_sao.learner.metrics import Evaluated, Metrics, Phases
 from online_sao.learner.models import Compute
 from online_sao.learner.policy import Policy
@@ -43,55 +45,55 @@ class SaoTrainer:
         self._start_policy = start_policy
         if learner.threads > 0:
             torch.set_num_threads(learner.threads)
+        self._pull = PolicyLoss.of(settings)
         self._compute = Compute.chosen(learner)
         self._updates = 0
         self._policy_: Policy | None = None
-        self._critic_: Critic | None = None
+        self._critic: Critic | None = None
+        """None where the variant has none."""
+        self._estimator_: Estimator | None = None
         self._writer_: VersionWriter | None = None
 
     # -- one update ------------------------------------------------------------------------
 
     def update(self, trajectories: Sequence[Trajectory], *, critic_only: bool) -> TrainingResult:
-        """One SAO update. Raises UpdateNotFinite with everything as it was before."""
-        s = self._settings
+        """One SAO update. Raises UpdateNotFinite, or LearnerError for trajectories that cannot
+        be trained on, with everything as it was before.
+        """
+        self._check(trajectories, critic_only=critic_only)
         phases = Phases()
         batch = TrajectoryBatch.from_trajectories(trajectories, self._compute.device)
-        mask = batch.action_mask
-        share = sao.mean_denominator(mask, per_trajectory=s.loss_mean == "trajectory")
-        nothing = torch.zeros_like(batch.rewards)
-        _, returns = sao.skip_observation_gae(batch.rewards, nothing, mask, gamma=s.gamma, lam=1.0)
-
-        with self._critic.weights.undone_on_error(), self._policy.weights.gradients():
+        share = sao.mean_denominator(
+            batch.action_mask, per_trajectory=self._settings.loss_mean == "trajectory"
+        )
+        with self._estimator.undone_on_error(), self._policy.weights.gradients():
             with phases.phase("critic"):
-                values, found = self._train_critic(batch, returns, share)
-                judging = values if s.advantage_critic == "before" else self._critic.values(batch)
-            lam = sao.length_adaptive_lambda(mask, s.alpha)
-            advantages, _ = sao.skip_observation_gae(
-                batch.rewards, judging, mask, gamma=s.gamma, lam=lam
-            )
-            kind = self._kind(advantages, critic_only)
+                found = self._estimator.estimate(trajectories, batch)
+            kind = self._kind(found.advantages, critic_only)
             with phases.phase("policy"):
-                scores = self._score_policy(batch, advantages, share, kind)
-            seen = Evaluated(values, returns, advantages, *scores)
-            found |= self._policy_metrics(batch, seen, share)
+                scores = self._score_policy(batch, found.advantages, share, kind)
+            seen = Evaluated(found.values, found.returns, found.advantages, found.valued, *scores)
+            measured = found.metrics | self._policy_metrics(batch, seen, share)
             if kind is UpdateKind.POLICY:
                 with phases.phase("step"):
-                    found["policy_grad_norm"] = self._policy.weights.clip()
+                    measured["policy_grad_norm"] = self._policy.weights.clip()
                     self._policy.weights.step()
         self._updates += 1
-        band = (s.eps_low, s.eps_high)
-        found |= batch_facts(trajectories) | phases.seconds
-        traces = metrics.token_traces(trajectories, batch, seen, *band)
-        return TrainingResult(kind, found, traces, _note(kind))
+        measured |= batch_facts(trajectories) | phases.seconds
+        traces = metrics.token_traces(trajectories, batch, seen, self._pull)
+        return TrainingResult(kind, measured, traces, _note(kind))
 
-    def _train_critic(
-        self, batch: TrajectoryBatch, returns: Tensor, share: Tensor
-    ) -> tuple[Tensor, Metrics]:
-        """K updates over the same batch; V as it was before them, from the first one's forward."""
-        values, loss, norm = self._critic.update(batch, returns, share)
-        for _ in range(self._settings.critic_updates - 1):
-            self._critic.update(batch, returns, share)
-        return values, {"value_loss": loss, "critic_grad_norm": norm}
+    def _check(self, trajectories: Sequence[Trajectory], *, critic_only: bool) -> None:
+        """Raises LearnerError, naming the rollout, for what no part of an update can take."""
+        if critic_only and not self._settings.has_critic:
+            raise LearnerError(f"{self._settings.variant} has no critic to train alone")
+        vocabulary: int = self._policy.model.get_input_embeddings().num_embeddings
+        for trajectory in trajectories:
+            if not 0 <= min(trajectory.token_ids) <= max(trajectory.token_ids) < vocabulary:
+                raise LearnerError(
+                    f"{trajectory.rollout_ids[0]} has token ids outside the vocabulary of "
+                    f"{vocabulary}: it is not this policy's"
+                )
 
     def _kind(self, advantages: Tensor, critic_only: bool) -> UpdateKind:
         """A step is skipped only when nothing pulls on the policy."""
@@ -140,15 +142,7 @@ class SaoTrainer:
         def loss(scores: ActionScores, where: slice) -> Tensor:
             each = denominators[where]
             every = torch.ones_like(pull[where], dtype=torch.bool)
-            total = sao.dis_loss(
-                scores.logprobs[:, None],
-                rollout[where],
-                pull[where],
-                every,
-                eps_low=s.eps_low,
-                eps_high=s.eps_high,
-                denominator=each,
-            )
+            total = self._pull(scores.logprobs[:, None], rollout[where], pull[where], every, each)
             if s.kl_coef > 0.0:
                 total = total + s.kl_coef * sao.masked_mean(scores.kl[:, None], every, each)
             if s.entropy_coef > 0.0:
@@ -159,18 +153,24 @@ class SaoTrainer:
         return loss
 
     def _policy_metrics(self, batch: TrajectoryBatch, seen: Evaluated, share: Tensor) -> Metrics:
-        s = self._settings
-        loss = sao.dis_loss(
-            seen.logprobs,
-            batch.rollout_logprobs,
-            seen.advantages,
-            batch.action_mask,
-            eps_low=s.eps_low,
-            eps_high=s.eps_high,
-            denominator=share,
+        loss = self._pull(
+            seen.logprobs, batch.rollout_logprobs, seen.advantages, batch.action_mask, share
         )
-        found = metrics.token_metrics(batch, seen, s.eps_low, s.eps_high)
+        found = metrics.token_metrics(batch, seen, self._pull)
         return {"policy_loss": float(loss), "policy_grad_norm": None, **found}
+
+    def _drift(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """KL(policy that sampled || policy now) of each trajectory: the mean of r - 1 - log r over
+        its action tokens. One forward pass.
+        """
+        batch = TrajectoryBatch.from_trajectories(trajectories, self._compute.device)
+        nothing = torch.zeros_like(batch.rewards)
+        share = torch.ones_like(batch.temperatures)
+        logprobs, _, _ = self._score_policy(batch, nothing, share, UpdateKind.SKIPPED)
+        mask = batch.action_mask
+        ratio = sao.importance_ratio(logprobs, batch.rollout_logprobs).double()
+        drift = torch.where(mask, ratio - 1.0 - ratio.log(), 0.0).sum(dim=1) / mask.sum(dim=1)
+        return drift.tolist()
 
     # -- what is written and read ----------------------------------------------------------
 
@@ -181,12 +181,14 @@ class SaoTrainer:
         policy comes from its folder and critic and optimizers from the state; the note says so.
         Raises ModelError.
         """
-        self._policy_ = self._critic_ = self._writer_ = None  # free it before loading again
+        self._policy_ = self._critic = self._estimator_ = self._writer_ = None  # free it first
         s, compute = self._settings, self._compute
         saved = None if state is None else SavedState.read(state)
         writer = VersionWriter(self._start_policy, policy)
         start = compute.load(self._start_policy)
-        critic = Critic(start, compute.load_exact(self._start_policy), self._learner, s.value_head)
+        critic = None
+        if s.has_critic:
+            critic = Critic(start, compute.load_exact(self._start_policy), self._learner, s)
         theta = Policy(
             compute.load(policy),
             compute.load_exact(policy),
@@ -195,7 +197,8 @@ class SaoTrainer:
             reverse_kl=s.kl_direction == "start_policy",
             entropy_pulls=s.entropy_coef > 0.0,
         )
-        self._policy_, self._critic_, self._writer_ = theta, critic, writer
+        self._policy_, self._critic, self._writer_ = theta, critic, writer
+        self._estimator_ = make_estimator(s, critic, self._drift)
         if saved is None:
             self._updates = 0
             return (
@@ -208,10 +211,15 @@ class SaoTrainer:
 
     def _resume(self, saved: SavedState, folder: Path) -> str:
         notes = []
+        if self._critic is not None:
+            try:
+                self._critic.weights.load_state(saved.critic, saved.critic_steps)
+            except ModelError as error:
+                notes.append(f"the critic starts afresh: {error}")
         try:
-            self._critic.weights.load_state(saved.critic, saved.critic_steps)
+            self._estimator.remember(saved.memory)
         except ModelError as error:
-            notes.append(f"the critic starts afresh: {error}")
+            notes.append(f"the baseline starts afresh: {error}")
         same = self._is_policy_of(saved)
         try:
             self._policy.weights.load_state(saved.policy, saved.policy_steps, masters=same)
@@ -240,7 +248,13 @@ class SaoTrainer:
 
     def save_state(self, folder: Path) -> None:
         """Write all of the trainer's state into the new folder `folder` (no fsync)."""
-        write_state(folder, self._updates, self._policy.weights, self._critic.weights)
+        critic = None if self._critic is None else self._critic.weights
+        memory = self._estimator.memory()
+        write_state(folder, self._updates, self._policy.weights, critic, memory)
+
+    def policy_weights(self) -> dict[str, Tensor]:
+        """A copy of the policy network's parameters by name, in its compute dtype."""
+        return {name: p.detach().clone() for name, p in self._policy.model.named_parameters()}
 
     @property
     def _policy(self) -> Policy:
@@ -249,10 +263,10 @@ class SaoTrainer:
         return self._policy_
 
     @property
-    def _critic(self) -> Critic:
-        if self._critic_ is None:
+    def _estimator(self) -> Estimator:
+        if self._estimator_ is None:
             raise LearnerError("restore the trainer first")
-        return self._critic_
+        return self._estimator_
 
     @property
     def _writer(self) -> VersionWriter:

@@ -11,7 +11,7 @@ from tiny_llama import make_folder, sampled
 from torch import Tensor
 
 from online_sao.algorithm import sao
-from online_sao.config import LearnerSettings
+from online_sao.config import AlgorithmSettings, LearnerSettings
 from online_sao.errors import UpdateNotFinite
 from online_sao.learner.batch import TrajectoryBatch
 from online_sao.learner.critic import Critic
@@ -21,7 +21,8 @@ from online_sao.learner.models import Compute
 def made(folder: Path, head: Literal["linear", "sigmoid"] = "linear", **learner: Any) -> Critic:
     settings = LearnerSettings(**{"dtype": "float32", "critic_lr": 1e-2, **learner})
     compute = Compute.chosen(settings)
-    return Critic(compute.load(folder), compute.load_exact(folder), settings, head)
+    algorithm = AlgorithmSettings(value_head=head)
+    return Critic(compute.load(folder), compute.load_exact(folder), settings, algorithm)
 
 
 def lesson(folder: Path) -> tuple[TrajectoryBatch, Tensor, Tensor]:
