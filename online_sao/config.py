@@ -294,6 +294,18 @@ class LearnerSettings(_Section):
     policy_layers: int = Field(
         10, ge=0, description="Train the top N layers of the policy; 0: all. Source: measured."
     )
+    lora_rank: int = Field(
+        0,
+        ge=0,
+        description="Train adapters of this rank on the linear layers of those N layers instead "
+        "of the layers themselves; 0: off. Source: ours; memory. Wants a higher policy_lr.",
+    )
+    lora_alpha: int = Field(
+        0,
+        ge=0,
+        description="Adapters' scale is lora_alpha / lora_rank; 0: twice the rank. Source: "
+        "Biderman et al. 2024 (arXiv 2405.09673) found 2 to be good at any rank.",
+    )
     critic_layers: int = Field(
         6, ge=0, description="Keep the first N layers for the critic; 0: all. Source: measured."
     )

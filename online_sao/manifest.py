@@ -4,6 +4,7 @@ Standard library only: the learner writes it, the publisher and the engines read
 
 A version folder holds `config.json`, the tokenizer's files, `model.safetensors` (or several
 `*.safetensors`) and `manifest.json`. It is written under a temporary name, fsynced, renamed.
+Folders inside it (the learner's `adapter/`) are not served and not the manifest's business.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def publish_folder(draft: Path, final: Path) -> None:
-    """fsync every file of `draft`, rename it to `final`, fsync the parent: whole or not at all."""
-    for path in draft.iterdir():
+    """fsync all that is in `draft`, rename it to `final`, fsync the parent: whole or not at all."""
+    for path in draft.rglob("*"):
         _fsync(path)
     _fsync(draft)
     os.rename(draft, final)

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from online_sao.algorithm import sao
-from online_sao.errors import LearnerError, ModelError, VersionFolderError
+from online_sao.errors import ModelError, VersionFolderError
+from online_sao.learner.lora import ADAPTER_FOLDER, Adapter, is_adapter
 from online_sao.learner.models import load_causal_lm
-from online_sao.learner.weights import TrainedWeights
+from online_sao.learner.weights import TrainedWeights, save_tensors
 from online_sao.manifest import MANIFEST_NAME, Manifest
 from online_sao.types import ProbeTokens
 
@@ -33,7 +34,7 @@ class VersionWriter:
 
     What does not train is copied from the folder the policy was restored from (mapped into
     memory, so that the folder may be pruned meanwhile); file names, shards, config and tokenizer
-    are the start folder's.
+    are the start folder's. Adapters are merged into the start folder's own tensors.
     """
 
     def __init__(self, start_folder: Path, policy_folder: Path) -> None:
@@ -49,23 +50,31 @@ class VersionWriter:
             raise ModelError(f"{policy_folder} cannot be read: {error}") from error
 
     def stored(self, name: str, tensor: Tensor) -> Tensor:
-        """`tensor` rounded as the folder stores the parameter `name`."""
+        """`tensor` rounded as the folder stores the parameter `name`; an adapter's stays fp32."""
+        if is_adapter(name):
+            return tensor
         known = self._base.tensors.get(name) or next(iter(self._base.tensors.values()))
         return tensor.to(_DTYPES[known[0]])
 
-    def write(self, folder: Path, model: Any, weights: TrainedWeights) -> None:
-        """Make `folder` the version whose trained parameters are `weights`' masters, rounded.
+    def write(
+        self, folder: Path, model: Any, weights: TrainedWeights, adapter: Adapter | None = None
+    ) -> None:
+        """Make `folder` the version whose trained parameters are `weights`' masters, rounded; with
+        an adapter merged, and itself in a folder below.
 
         Raises ModelError when what trains has no place in the start folder's files.
         """
-        changed = self._changed(model, weights)
+        changed = self._changed(model, weights) if adapter is None else {}
         folder.mkdir(parents=True)
+        if adapter is not None:
+            changed = self._merged(adapter, weights)
+            adapter.write(folder / ADAPTER_FOLDER, weights.masters)
         for path in self._start_folder.iterdir():
             if path.is_file() and path.suffix != ".safetensors" and path.name != MANIFEST_NAME:
                 shutil.copyfile(path, folder / path.name)
         for file, tensors in self._files.items():
             merged = {name: changed.get(name, tensor) for name, tensor in tensors.items()}
-            _save(merged, folder / file)
+            save_tensors(merged, folder / file)
         probes = ProbeTokens(
             self._base.probes.token_ids, probe_logprobs(folder, self._base.probes.token_ids)
         )
@@ -73,6 +82,16 @@ class VersionWriter:
         if dict(manifest.tensors) != dict(self._base.tensors):
             raise ModelError(f"{folder}: tensors differ from those of {self._start_folder}")
         (folder / MANIFEST_NAME).write_text(manifest.to_json())
+
+    def _merged(self, adapter: Adapter, weights: TrainedWeights) -> dict[str, Tensor]:
+        """The tensors that the adapters change."""
+        base = {
+            name: tensor for tensors in self._files.values() for name, tensor in tensors.items()
+        }
+        return {
+            name: adapter.merged(name, base[name], weights.masters)
+            for name in adapter.weight_names()
+        }
 
     def _changed(self, model: Any, weights: TrainedWeights) -> dict[str, Tensor]:
         """The trained tensors under their names in the checkpoint, in its dtypes."""
@@ -94,15 +113,6 @@ class VersionWriter:
             for name, tensor in converted.items()
             if name in self._base.tensors
         }
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Raises LearnerError when the file cannot be written (a full disk)."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise LearnerError(f"{path} could not be written ({error}): is the disk full?") from error
-    path.chmod(0o644)  # an engine may run as another user
 
 
 @torch.no_grad()
@@ -163,7 +173,7 @@ def write_state(
     for file, weights in ((POLICY_FILE, policy), (CRITIC_FILE, critic)):
         if weights is not None:
             tensors = {key: tensor.cpu().contiguous() for key, tensor in weights.state().items()}
-            _save(tensors, folder / file)
+            save_tensors(tensors, folder / file)
     counters = {
         "format": STATE_FORMAT,
         "updates": updates,

@@ -193,15 +193,21 @@ def logit_change(config: Any) -> LogitChange:
     return LogitChange(scale, cap or None)
 
 
+def first_trained(decoder: Decoder, top_layers: int) -> int:
+    """The lowest layer of the top N; 0 when N is 0, which means all."""
+    depth = len(decoder.layers)
+    return 0 if top_layers == 0 else max(0, depth - top_layers)
+
+
 def policy_parameters(model: Any, decoder: Decoder, top_layers: int) -> dict[str, nn.Parameter]:
     """What trains of the policy: its top N layers and the final norm; all of it for 0.
 
     Embedding and (tied) head are frozen unless all layers train.
     """
-    depth = len(decoder.layers)
-    if top_layers == 0 or top_layers >= depth:
+    first = first_trained(decoder, top_layers)
+    if first == 0:
         return dict(model.named_parameters())
-    trained = [*decoder.layers[depth - top_layers :].parameters(), *decoder.norm.parameters()]
+    trained = [*decoder.layers[first:].parameters(), *decoder.norm.parameters()]
     wanted = {id(parameter) for parameter in trained}
     return {name: p for name, p in model.named_parameters() if id(p) in wanted}
 
@@ -250,26 +256,23 @@ def critic_parameters(
     if not train_embeddings:
         frozen |= {id(p) for p in critic.backbone.get_input_embeddings().parameters()}
     for layer in critic.layers:
-        attention = [] if train_attention else _attention(layer)
-        routers = [] if train_embeddings else _routers(layer)
-        for module in (*attention, *routers):
+        frozen_modules = [] if train_attention else attention_modules(layer)
+        frozen_modules += [] if train_embeddings else routers(layer)
+        for module in frozen_modules:
             frozen |= {id(p) for p in module.parameters()}
     return {name: p for name, p in critic.named_parameters() if id(p) not in frozen}
 
 
-def _attention(layer: nn.Module) -> list[nn.Module]:
-    """The attention modules of a layer, with all that is in them."""
+def attention_modules(layer: nn.Module) -> list[nn.Module]:
+    """The attention modules of a layer. Raises ModelError where they cannot be named."""
     found = [m for n, m in layer.named_modules() if n.split(".")[-1] in ATTENTION_NAMES]
     if not any(True for module in found for _ in module.parameters()):
-        raise ModelError(
-            f"{type(layer).__name__}: its attention cannot be named, so the critic cannot "
-            "freeze it; not supported"
-        )
+        raise ModelError(f"{type(layer).__name__}: its attention cannot be named; not supported")
     return found
 
 
-def _routers(layer: nn.Module) -> list[nn.Module]:
-    """The routers of a layer's expert blocks."""
+def routers(layer: nn.Module) -> list[nn.Module]:
+    """The routers of a layer's expert blocks. Raises ModelError where they cannot be named."""
     found: list[nn.Module] = []
     for block in layer.modules():
         children = dict(block.named_children())

@@ -2,14 +2,15 @@
 
 Where the policy trains its top N layers alone, the layers below (the trunk) are the start
 policy's too: one forward of the trunk serves both, and the start policy is a frozen copy of the
-top layers. Otherwise the start policy is a network of its own.
+top layers. Otherwise the start policy is a network of its own. With adapters it is the policy's
+own layers with the adapters off.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from online_sao.config import LearnerSettings
 from online_sao.learner import models
 from online_sao.learner.batch import TrajectoryBatch
 from online_sao.learner.head import ActionScores, HeadScorer, Objective
+from online_sao.learner.lora import Adapter
 from online_sao.learner.models import Decoder
 from online_sao.learner.weights import TrainedWeights
 
@@ -35,7 +37,7 @@ class _LayerCall:
 @dataclass(frozen=True, slots=True)
 class StartPolicy:
     """pi_start, frozen: the layers from `shared` up with their norm, or (`shared` None) a whole
-    network of its own.
+    network of its own. The layers may be the policy's, if `alone` makes them pi_start's.
     """
 
     head: nn.Module
@@ -43,6 +45,14 @@ class StartPolicy:
     layers: nn.ModuleList = field(default_factory=nn.ModuleList)
     norm: nn.Module | None = None
     base: Any = None
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What the layers run under."""
+
+    @classmethod
+    def within(cls, policy: Decoder, first_adapted: int, adapter: Adapter) -> StartPolicy:
+        """The start policy that `policy` is with its adapters off."""
+        layers = policy.layers[first_adapted:]
+        return cls(policy.head, first_adapted, layers, policy.norm, alone=adapter.off)
 
     @classmethod
     def beside(cls, policy: Decoder, first_trained: int | None, start: Decoder) -> StartPolicy:
@@ -67,9 +77,10 @@ class StartPolicy:
             final: Tensor = self.base(input_ids=token_ids, use_cache=False).last_hidden_state
             return final
         state = calls[0].args[0]
-        for layer, call in zip(self.layers, calls, strict=True):
-            out = layer(state, *call.args[1:], **call.kwargs)
-            state = out[0] if isinstance(out, tuple) else out
+        with self.alone():
+            for layer, call in zip(self.layers, calls, strict=True):
+                out = layer(state, *call.args[1:], **call.kwargs)
+                state = out[0] if isinstance(out, tuple) else out
         return self.norm(state)  # type: ignore[no-any-return]
 
 
@@ -87,29 +98,32 @@ class Policy:
         entropy_pulls: bool = False,
     ) -> None:
         """`model` becomes the policy, its masters taken from `exact` if given (the same in fp32);
-        `start` is the start policy as a model, where a KL to it is asked for.
+        `start` is the start policy as a model, where a KL to it is asked for. With `lora_rank` set
+        the model must be the start policy itself: adapters are put on it, and a `start` is itself.
         """
         self.model = model
         self.decoder = Decoder.of(model)
-        parameters = models.policy_parameters(model, self.decoder, settings.policy_layers)
-        depth, trains_all = (
-            len(self.decoder.layers),
-            len(parameters) == len(list(model.parameters())),
-        )
-        first_trained = 0 if trains_all else depth - settings.policy_layers
+        first = models.first_trained(self.decoder, settings.policy_layers)
+        self.adapter: Adapter | None = None
+        if settings.lora_rank > 0:
+            self.adapter = Adapter.attach(model, self.decoder, settings)
+            parameters = self.adapter.parameters()
+        else:
+            parameters = models.policy_parameters(model, self.decoder, settings.policy_layers)
         self.start: StartPolicy | None = None
-        if start is not None:
-            shareable = None if trains_all else first_trained
-            self.start = StartPolicy.beside(self.decoder, shareable, Decoder.of(start))
+        if start is not None and self.adapter is not None:
+            self.start = StartPolicy.within(self.decoder, first, self.adapter)
+        elif start is not None:
+            self.start = StartPolicy.beside(self.decoder, first or None, Decoder.of(start))
         self.weights = TrainedWeights(
             parameters,
             lr=settings.policy_lr,
             adam_eps=settings.adam_eps,
             grad_clip=settings.grad_clip,
-            exact=models.exact_parameters(parameters, exact),
+            exact=None if self.adapter else models.exact_parameters(parameters, exact),
         )
         if settings.activation_checkpointing:
-            models.enable_recomputation(model, self.decoder.layers[first_trained:])
+            models.enable_recomputation(model, self.decoder.layers[first:])
         start_head = self.decoder.head if self.start is None else self.start.head
         self._scorer = HeadScorer(
             self.decoder.head, start_head, reverse_kl, entropy_pulls, self.decoder.change

@@ -184,19 +184,22 @@ class SaoTrainer:
         self._policy_ = self._critic = self._estimator_ = self._writer_ = None  # free it first
         s, compute = self._settings, self._compute
         saved = None if state is None else SavedState.read(state)
-        writer = VersionWriter(self._start_policy, policy)
+        adapted = self._learner.lora_rank > 0
+        writer = VersionWriter(self._start_policy, self._start_policy if adapted else policy)
         start = compute.load(self._start_policy)
         critic = None
         if s.has_critic:
             critic = Critic(start, compute.load_exact(self._start_policy), self._learner, s)
         theta = Policy(
-            compute.load(policy),
-            compute.load_exact(policy),
+            start if adapted else compute.load(policy),
+            None if adapted else compute.load_exact(policy),
             start if s.kl_coef > 0.0 else None,
             self._learner,
             reverse_kl=s.kl_direction == "start_policy",
             entropy_pulls=s.entropy_coef > 0.0,
         )
+        if theta.adapter is not None:
+            theta.adapter.restore(theta.weights, policy, self._start_policy)
         self._policy_, self._critic, self._writer_ = theta, critic, writer
         self._estimator_ = make_estimator(s, critic, self._drift)
         if saved is None:
@@ -244,7 +247,8 @@ class SaoTrainer:
 
     def export_policy(self, folder: Path) -> None:
         """Write a servable version with its manifest into the new folder `folder` (no fsync)."""
-        self._writer.write(folder, self._policy.model, self._policy.weights)
+        theta = self._policy
+        self._writer.write(folder, theta.model, theta.weights, theta.adapter)
 
     def save_state(self, folder: Path) -> None:
         """Write all of the trainer's state into the new folder `folder` (no fsync)."""

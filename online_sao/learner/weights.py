@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from online_sao.errors import ModelError, UpdateNotFinite
+from online_sao.errors import LearnerError, ModelError, UpdateNotFinite
 
 WEIGHT_DECAY = 0.0
 """The paper names none; the KL term is what holds the policy."""
@@ -148,3 +151,12 @@ class TrainedWeights:
         for name, master in self.masters.items():
             if self.copies[name] is not master:
                 self.copies[name].copy_(master)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Raises LearnerError when the file cannot be written (a full disk)."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise LearnerError(f"{path} could not be written ({error}): is the disk full?") from error
+    path.chmod(0o644)  # an engine may run as another user

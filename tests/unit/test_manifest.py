@@ -91,3 +91,17 @@ def test_published_folder_appears_under_its_name_alone(folder: Path, tmp_path: P
     publish_folder(folder, tmp_path / "final")
     assert not folder.exists()
     Manifest.read(tmp_path / "final").verify(tmp_path / "final")
+
+
+def test_all_is_on_disk_before_the_name_folders_inside_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    everything = {folder, *folder.rglob("*")}
+    synced: list[Path] = []
+    monkeypatch.setattr("online_sao.manifest._fsync", synced.append)
+    publish_folder(folder, tmp_path / "final")
+    assert set(synced[:-1]) == everything
+    assert synced[-1] == tmp_path
+    Manifest.read(tmp_path / "final").verify(tmp_path / "final")
