@@ -271,6 +271,7 @@ async def up(
     settings: Settings, admin_key: str | None, stop: asyncio.Event, say: Callable[[str], None]
 ) -> None:
     """Run a whole service on the data folder until `stop`."""
+    wiring.check_live(settings)
     folder = DataFolder(settings.service.data)
     folder.create()
     with folder.lock():

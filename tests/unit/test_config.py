@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from online_sao.config import SECTIONS, Settings, load_settings, to_toml
+from online_sao.config import SECTIONS, AlgorithmSettings, Settings, load_settings, to_toml
 from online_sao.errors import ConfigError
 
 
@@ -102,3 +102,45 @@ def test_every_setting_says_what_it_does_and_where_it_comes_from() -> None:
 
 def test_every_section_is_listed_once() -> None:
     assert set(SECTIONS) == set(Settings.model_fields) - {"preset"}
+
+
+@pytest.mark.parametrize("side", ["eps_low", "eps_high"])
+def test_a_band_with_one_side_names_the_missing_one(tmp_path: Path, side: str) -> None:
+    other = {"eps_low": "eps_high", "eps_high": "eps_low"}[side]
+    (tmp_path / "s.toml").write_text(f"[algorithm]\n{side} = 0.5\n")
+    with pytest.raises(ConfigError, match=f"set {other} beside {side}"):
+        load_settings(tmp_path / "s.toml", environ={})
+    with pytest.raises(ConfigError, match=f"set {other} beside {side}"):
+        load_settings(environ={f"ONLINE_SAO_ALGORITHM__{side.upper()}": "0.5"})
+    both = load_settings(
+        tmp_path / "s.toml", environ={f"ONLINE_SAO_ALGORITHM__{other.upper()}": "0.7"}
+    ).algorithm
+    assert {both.eps_low, both.eps_high} == {0.5, 0.7}
+
+
+@pytest.mark.parametrize("alpha", ["0", "-1.5"])
+def test_alpha_must_be_above_0(alpha: str) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.alpha"):
+        load_settings(environ={"ONLINE_SAO_ALGORITHM__ALPHA": alpha})
+
+
+def test_a_variant_changes_the_defaults_and_what_is_given_wins(tmp_path: Path) -> None:
+    vapo = AlgorithmSettings(variant="vapo")
+    assert (vapo.policy_loss, vapo.eps_low, vapo.eps_high) == ("ppo_clip", 0.2, 0.28)
+    assert (vapo.critic_updates, vapo.critic_attention, vapo.has_critic) == (1, "trained", True)
+    own = AlgorithmSettings(variant="vapo", critic_updates=3, eps_low=0.3, eps_high=5.0)
+    assert (own.critic_updates, own.eps_low, own.eps_high) == (3, 0.3, 5.0)
+    grpo = load_settings(environ={"ONLINE_SAO_ALGORITHM__VARIANT": "grpo"})
+    assert (grpo.algorithm.eps_high, grpo.algorithm.has_critic) == (0.28, False)
+    (tmp_path / "shown.toml").write_text(to_toml(grpo))
+    assert load_settings(tmp_path / "shown.toml", environ={}) == grpo
+
+
+def test_steps_have_no_observations_to_include() -> None:
+    with pytest.raises(ConfigError, match="gae_observations = include"):
+        load_settings(
+            environ={
+                "ONLINE_SAO_ALGORITHM__ACTION_LEVEL": "step_average",
+                "ONLINE_SAO_ALGORITHM__GAE_OBSERVATIONS": "include",
+            }
+        )

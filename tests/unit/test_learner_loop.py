@@ -162,6 +162,16 @@ async def test_value_pretraining_comes_before_warm_up(room: Room) -> None:
     assert kinds == ["critic_only", "critic_only", "critic_only", "policy"]
 
 
+async def test_without_a_critic_the_policy_moves_at_once(room: Room) -> None:
+    overrides = {"learner": {"batch_size": BATCH}, "algorithm": {"variant": "running_mean"}}
+    settings = load_settings(overrides=overrides, environ={})
+    assert settings.algorithm.value_warmup_updates > 0  # it has nothing to warm up
+    await serve_and_judge(room.store, BATCH)
+    async with room.running(room.learner(settings=settings)):
+        updates = await room.until_updates(1)
+    assert [u.kind for u in updates] == [UpdateKind.POLICY]
+
+
 async def test_paused_records_and_judges_and_learns_nothing(room: Room) -> None:
     await room.store.put_note("learner", {"paused": True})
     await serve_and_judge(room.store, BATCH)

@@ -326,3 +326,48 @@ def test_a_changed_setting_starts_only_that_part_afresh(base: Path, tmp_path: Pa
 def test_replies_cut_at_their_limit_are_counted(base: Path) -> None:
     batch = [replace(t, cut=i == 0) for i, t in enumerate(sampled(base, 4))]
     assert update(made(base), batch).metrics["cut_share"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy", "critic", "start"),
+    [
+        ({"kl_coef": 0.0}, 1, 2, 0),
+        ({"kl_coef": 0.2}, 1, 2, 1),
+        ({"kl_coef": 0.2, "critic_updates": 4}, 1, 4, 1),
+        ({"kl_coef": 0.0, "variant": "vapo"}, 1, 1, 0),
+        ({"kl_coef": 0.0, "variant": "running_mean"}, 1, 0, 0),
+        ({"kl_coef": 0.0, "variant": "spo"}, 2, 0, 0),  # once more for the drift since last time
+        ({"kl_coef": 0.0, "advantage_critic": "after"}, 1, 3, 0),
+    ],
+)
+@pytest.mark.parametrize("policy_layers", [0, 2])
+def test_an_update_runs_no_more_forwards_than_the_mathematics_needs(
+    base: Path,
+    settings: dict[str, Any],
+    policy: int,
+    critic: int,
+    start: int,
+    policy_layers: int,
+) -> None:
+    """Forwards of the top layer of each network; the trunk below is run once, for both policies."""
+    trainer, batch = made(base, {"policy_layers": policy_layers}, **settings), sampled(base, 4)
+    update(trainer, batch)
+    seen: dict[str, int] = {"policy": 0, "critic": 0, "start": 0, "trunk": 0}
+
+    def count(name: str, layer: torch.nn.Module) -> None:
+        def hook(*_: Any) -> None:
+            seen[name] += 1
+
+        layer.register_forward_hook(hook)
+
+    count("policy", trainer._policy.decoder.layers[-1])
+    count("trunk", trainer._policy.decoder.layers[0])
+    if trainer._critic is not None:
+        count("critic", trainer._critic.network.layers[-1])
+    if trainer._policy.start is not None:
+        theirs = trainer._policy.start
+        own = theirs.base.layers if theirs.base is not None else theirs.layers
+        count("start", own[-1])
+    update(trainer, batch)
+    assert (seen["policy"], seen["critic"], seen["start"]) == (policy, critic, start)
+    assert seen["trunk"] == policy

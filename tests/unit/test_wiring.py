@@ -320,3 +320,24 @@ def test_child_gets_its_threads_and_none_of_our_settings_or_secrets(
     assert environment["SOMEBODY_ELSES"] == "kept"
     assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "3"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+@pytest.mark.parametrize("variant", ["grpo", "grpo_dis", "spo"])
+def test_a_service_refuses_a_variant_that_live_traffic_cannot_feed(
+    tmp_path: Path, variant: str
+) -> None:
+    settings = made(tmp_path, algorithm={"variant": variant})
+    with pytest.raises(ConfigError, match=f"{variant} .*online-sao ablate"):
+        wiring.make_learner(settings, MemoryStore(), ScriptedTrainer())
+    config = tmp_path / "s.toml"
+    config.write_text(f'[algorithm]\nvariant = "{variant}"\n')
+    data = tmp_path / "never"
+    found = CliRunner().invoke(cli.app, ["up", "--config", str(config), "--data", str(data)])
+    assert found.exit_code == 1
+    assert "online-sao ablate" in found.stderr
+    assert not data.exists()
+
+
+@pytest.mark.parametrize("variant", ["sao", "vapo", "running_mean"])
+def test_a_service_learns_with_variants_of_single_replies(tmp_path: Path, variant: str) -> None:
+    wiring.check_live(made(tmp_path, algorithm={"variant": variant}))
