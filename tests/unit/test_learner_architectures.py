@@ -292,6 +292,24 @@ def test_what_stands_behind_a_trajectory_changes_nothing(life: Life) -> None:
     torch.testing.assert_close(values, again, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("moe", ["qwen3_moe", "gpt_oss"])
+def test_a_router_s_auxiliary_loss_is_no_part_of_an_update(moe: str, tmp_path: Path) -> None:
+    """Whatever the checkpoint's config asks of it: the versions are equal to the byte."""
+    hashes = set()
+    for asked in (False, True):
+        base = family_folder(tmp_path / str(asked), moe)
+        config = json.loads((base / "config.json").read_text())
+        said = {**config, "output_router_logits": asked, "router_aux_loss_coef": 5.0}
+        (base / "config.json").write_text(json.dumps(said))
+        trainer = SaoTrainer(AlgorithmSettings(), LearnerSettings(**ALL_LAYERS), base)
+        trainer.restore(base, None)
+        trainer.update(replies(base, 4), critic_only=False)
+        trainer.export_policy(tmp_path / f"v-{asked}")
+        hashes.add(Manifest.read(tmp_path / f"v-{asked}").sha256)
+    assert len(hashes) == 1
+    assert hashes != {Manifest.read(base).sha256}
+
+
 # -- what cannot be named is refused --------------------------------------------------------------
 
 

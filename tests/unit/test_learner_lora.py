@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from online_sao.config import AlgorithmSettings, LearnerSettings
+from online_sao.engines.embedded.weights import read_tensors
 from online_sao.errors import ModelError
 from online_sao.learner.batch import TrajectoryBatch
 from online_sao.learner.checkpoints import VersionFolders
@@ -27,7 +31,7 @@ from online_sao.learner.models import Compute
 from online_sao.learner.policy import Policy
 from online_sao.learner.trainer import SaoTrainer
 from online_sao.manifest import Manifest
-from online_sao.types import UpdateKind
+from online_sao.types import Trajectory, UpdateKind
 
 R = 4
 LORA: dict[str, Any] = {
@@ -238,8 +242,54 @@ def test_a_version_with_an_adapter_is_published_verified_and_removed_whole(
     Manifest.read(folder).verify(folder)
     assert (folder / ADAPTER_FOLDER / WEIGHTS_FILE).is_file()
     assert set(Manifest.read(folder).files) == {"model.safetensors"}
+    read, sha256 = read_tensors(folder, Manifest.read(folder))  # as the engine does
+    assert read.keys() == Manifest.read(base).tensors.keys()
+    assert sha256 == version.sha256
     versions.remove(version)
     assert list((tmp_path / "versions").iterdir()) == []
+
+
+@torch.no_grad()
+def chance_of_9(folder: Path, prompts: list[Trajectory]) -> float:
+    """Mean probability of the token 9 right after the prompts, as the folder is served."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for t in prompts:
+        prompt = t.token_ids[: t.action_mask.index(True)]
+        found.append(float(model(input_ids=torch.tensor([prompt])).logits[0, -1].softmax(-1)[9]))
+    return sum(found) / len(found)
+
+
+@torch.no_grad()
+def rescored(folder: Path, batch: list[Trajectory]) -> list[Trajectory]:
+    """The batch with the log-probabilities of what is served from `folder`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for t in batch:
+        log_p = model(input_ids=torch.tensor([t.token_ids])).logits[0].log_softmax(-1)
+        first = t.action_mask.index(True)
+        actions = [float(log_p[i - 1, t.token_ids[i]]) for i in range(first, len(t.token_ids))]
+        found.append(replace(t, logprobs=(math.nan,) * first + tuple(actions)))
+    return found
+
+
+def test_rewarding_one_token_raises_its_probability_as_served_in_bf16(tmp_path: Path) -> None:
+    """What bf16 rounding of the merged weights leaves of the adapters is what users meet."""
+    base = make_folder(tmp_path / "base", torch.bfloat16)
+    settings = LearnerSettings(**{**LORA, "dtype": "bfloat16", "policy_lr": 3e-2})
+    trainer = SaoTrainer(AlgorithmSettings(kl_coef=0.0), settings, base)
+    trainer.restore(base, None)
+    prompts, newest = sampled(base, 16), base
+    for version in range(1, 9):
+        dice, batch = random.Random(version), []
+        for t in prompts:
+            ids, first, hit = list(t.token_ids), t.action_mask.index(True), dice.random() < 0.5
+            ids[first] = 9 if hit else dice.randrange(10, VOCABULARY)
+            batch.append(replace(t, token_ids=tuple(ids), reward=float(hit)))
+        trainer.update(rescored(newest, batch), critic_only=False)
+        newest = tmp_path / f"v{version}"
+        trainer.export_policy(newest)
+    assert chance_of_9(newest, prompts) > 2 * chance_of_9(base, prompts)
 
 
 # -- going on -------------------------------------------------------------------------------------
