@@ -157,7 +157,7 @@ class Decoder:
         """The head must read the final hidden states, and what happens to its output must be
         `change` and no more: seen on a head made to say logits from -64 to 64.
         """
-        ids = torch.arange(4, device=next(self.norm.parameters()).device)[None]
+        ids = torch.arange(4, device=next(self.embeddings.parameters()).device)[None]
         final = self.base(input_ids=ids, use_cache=False).last_hidden_state
         read: list[Tensor] = []
         said: list[Tensor] = []

@@ -72,8 +72,15 @@ class TrainedWeights:
         return float(norm)
 
     def step(self) -> None:
-        """One AdamW step on the masters; the compute copies follow."""
+        """One AdamW step on the masters; the compute copies follow.
+
+        What no loss reaches (a bias that balances experts' loads) is stepped by a gradient of 0:
+        left out, it would have no moments, and a state without them is not whole.
+        """
         with self.gradients():
+            for master in self.masters.values():
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
             self.optimizer.step()
         self._round()
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_families import FAMILIES, family_folder, model_of, replies
+from tiny_families import FAMILIES, SHAPE, family_folder, model_of, replies
 from tiny_llama import VOCABULARY
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.olmo import OlmoConfig
 
 from online_sao.algorithm import sao
 from online_sao.config import AlgorithmSettings, LearnerSettings
@@ -377,6 +378,14 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
     config.write_text(json.dumps(said))
     with pytest.raises(ModelError, match="is quantized"):
         load_causal_lm(tmp_path / "m", torch.float32, CPU, "eager")
+
+
+def test_norms_without_parameters_are_no_hindrance() -> None:
+    """OLMo's: then the critic trains its MLPs and its head alone."""
+    config = OlmoConfig(**{k: v for k, v in SHAPE.items() if k != "head_dim"})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    trained = critic_parameters(CriticNetwork(model, Decoder.of(model), 0))
+    assert sum(p.numel() for p in trained.values()) == 3 * mlp(config) + config.hidden_size + 1
 
 
 def test_a_model_without_named_layers_is_refused() -> None:

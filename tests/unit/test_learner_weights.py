@@ -43,6 +43,18 @@ def test_steps_too_small_for_bf16_add_up_in_the_masters() -> None:
     assert parameters["a"][0, 0].item() < 1.0
 
 
+def test_what_no_loss_reaches_stays_and_has_a_whole_state_all_the_same() -> None:
+    parameters, weights = made(torch.float32)
+    before = parameters["b"].detach().clone()
+    parameters["a"].grad = torch.ones(4, 3)
+    weights.step()
+    assert torch.equal(parameters["b"], before)
+    _, other = made(torch.float32)
+    other.load_state(bits(weights), weights.steps())
+    assert other.steps() == 1
+    assert not other.state()["exp_avg.b"].any()
+
+
 def test_micro_batches_add_up_in_fp32() -> None:
     parameters, weights = made()
     for by in (256.0, 1.0, 1.0):  # 257 and 258 are no bf16 numbers: 256 + 1 stays 256 there
