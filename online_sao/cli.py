@@ -99,21 +99,34 @@ def up(
 
 @app.command(hidden=True)
 def learn(config: ConfigOption = None) -> None:
-    """Run the learner's process (started by `up`)."""
+    """Run the learner's process (started by `up`), or one of several under torchrun."""
     settings = _settings(config, None, None)
     _log_to_stderr()
+    ranks = _guard(wiring.join_ranks)
+    if ranks is not None and not ranks.first:
+        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 stops, and dismisses us
+            signal.signal(number, signal.SIG_IGN)
+        _guard(lambda: wiring.follow(settings, ranks))
+        return
     parent = os.getppid()
 
     async def work(stop: asyncio.Event) -> None:
         store = wiring.make_store(settings)
         await store.open()
         try:
-            trainer = await asyncio.to_thread(wiring.make_trainer, settings)
+            trainer = await asyncio.to_thread(make_trainer)
             orphaned = asyncio.create_task(_stop_when_orphaned(parent, stop))
             await wiring.make_learner(settings, store, trainer).run(stop)
             orphaned.cancel()
+            if ranks is not None:
+                trainer.dismiss()
         finally:
             await store.aclose()
+
+    def make_trainer() -> Any:
+        if ranks is None:
+            return wiring.make_trainer(settings)
+        return wiring.make_crew(settings, ranks)
 
     _run_until_signal(work)
 

@@ -291,6 +291,12 @@ class LearnerSettings(_Section):
         "in one update); paper 1e-6 at 30B.",
     )
     critic_lr: float = Field(1e-4, gt=0, description="Source: measured on SmolLM2; paper 5e-6.")
+    ranks: int = Field(
+        1,
+        ge=1,
+        description="Processes that share one learner, each with a GPU of its own; its layers are "
+        "cut up over them (FSDP2). Source: the weights should fit one GPU until they do not.",
+    )
     policy_layers: int = Field(
         10, ge=0, description="Train the top N layers of the policy; 0: all. Source: measured."
     )

@@ -197,13 +197,17 @@ class Service:
 
     def _learner_spec(self) -> ChildSpec:
         async def command() -> list[str]:
-            return wiring.learner_command(self._folder.running_settings)
+            ranks = self._settings.learner.ranks
+            return wiring.learner_command(self._folder.running_settings, ranks)
 
         return ChildSpec(
             name="learner",
             command=command,
             log=self._folder.logs / "learner.log",
-            env=wiring.child_environment(self._learner_threads, wiring.LEARNER_MEMORY),
+            env=wiring.child_environment(
+                max(1, self._learner_threads // self._settings.learner.ranks),
+                wiring.LEARNER_MEMORY,
+            ),
             grace_s=LEARNER_GRACE_S,
             nice=LEARNER_NICE,
         )

@@ -91,12 +91,34 @@ def make_publisher(settings: Settings, store: Store, engine: Engine) -> Any:
     )
 
 
-def make_trainer(settings: Settings) -> Trainer:
-    """The trainer that goes with the engine: the scripted one needs no model."""
+def make_trainer(settings: Settings, ranks: Any = None) -> Trainer:
+    """The trainer that goes with the engine: the scripted one needs no model.
+
+    With `ranks` (see `join_ranks`), this process' part of a trainer they share.
+    """
     start_policy = DataFolder(settings.service.data).model.resolve()
     if settings.engine.kind == "scripted":
         return cast(Trainer, load(SCRIPTED_TRAINER)())
-    return cast(Trainer, load(TRAINER)(settings.algorithm, settings.learner, start_policy))
+    shared = () if ranks is None else (ranks,)
+    return cast(Trainer, load(TRAINER)(settings.algorithm, settings.learner, start_policy, *shared))
+
+
+def join_ranks(environ: Mapping[str, str] = os.environ) -> Any:
+    """Meet the processes that torchrun started beside this one; None where it started none."""
+    if int(environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    return load("online_sao.learner.ranks:Ranks").join(environ)
+
+
+def make_crew(settings: Settings, ranks: Any) -> Any:
+    """Rank 0's trainer: what it is told, all ranks do, until they are dismissed."""
+    return load("online_sao.learner.crew:CrewTrainer")(make_trainer(settings, ranks), ranks)
+
+
+def follow(settings: Settings, ranks: Any) -> None:
+    """Do what rank 0 says, until it dismisses us (blocking)."""
+    load("online_sao.learner.crew:follow")(make_trainer(settings, ranks), ranks)
+    ranks.leave()
 
 
 def check_live(settings: Settings) -> None:
@@ -171,9 +193,13 @@ def _export_whole(trainer: Trainer, folder: Path) -> None:
     publish_folder(draft, folder)
 
 
-def learner_command(settings_file: Path) -> list[str]:
-    """The argv of the learner's process."""
-    return [sys.executable, "-m", "online_sao", "learn", "--config", str(settings_file)]
+def learner_command(settings_file: Path, ranks: int = 1) -> list[str]:
+    """The argv of the learner's process; of torchrun, where several share it."""
+    work = ["-m", "online_sao", "learn", "--config", str(settings_file)]
+    if ranks == 1:
+        return [sys.executable, *work]
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *start, *work]
 
 
 def cores() -> int:

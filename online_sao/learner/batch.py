@@ -65,13 +65,14 @@ class TrajectoryBatch:
             lengths=self.lengths[rows],
         )
 
-    def micro_batches(self, max_tokens: int) -> list[Tensor]:
+    def micro_batches(self, max_tokens: int, among: Sequence[int] | None = None) -> list[Tensor]:
         """Rows of each micro-batch: sorted by length, at most `max_tokens` padded tokens each
-        (a longer trajectory goes alone). Every row stands in exactly one.
+        (a longer trajectory goes alone). Every row `among` (None: of all) stands in exactly one.
         """
         groups: list[list[int]] = []
         room = 0
-        for row in torch.argsort(self.lengths, descending=True, stable=True).tolist():
+        wanted = range(len(self.lengths)) if among is None else among
+        for row in sorted(wanted, key=lambda row: (-int(self.lengths[row]), row)):
             if room < 1:
                 room = max_tokens // int(self.lengths[row])
                 groups.append([])

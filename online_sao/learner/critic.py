@@ -13,7 +13,10 @@ from online_sao.config import AlgorithmSettings, LearnerSettings
 from online_sao.errors import UpdateNotFinite
 from online_sao.learner import models
 from online_sao.learner.batch import TrajectoryBatch
+from online_sao.learner.dealing import MicroBatch, micro_batches
 from online_sao.learner.models import CriticNetwork, Decoder
+from online_sao.learner.ranks import ALONE, Ranks
+from online_sao.learner.sharding import place, renewed, shard
 from online_sao.learner.weights import TrainedWeights
 
 
@@ -28,6 +31,7 @@ class Critic:
         exact: Any | None,
         settings: LearnerSettings,
         algorithm: AlgorithmSettings,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Copies the layers it needs of `start`, and masters from `exact` (the same in fp32)."""
         layers = settings.critic_layers
@@ -38,16 +42,27 @@ class Critic:
             train_embeddings=algorithm.critic_embeddings == "trained",
         )
         twin = None if exact is None else CriticNetwork(exact, Decoder.of(exact), layers)
+        exacts = models.exact_parameters(parameters, twin)
+        shard(
+            self.network.backbone,
+            self.network.layers,
+            ranks,
+            trained=parameters.values(),
+            exact=None if twin is None else twin.layers,
+        )
+        place(self.network, ranks)
         self.weights = TrainedWeights(
-            parameters,
+            renewed(parameters, self.network, ranks),
             lr=settings.critic_lr,
             adam_eps=settings.adam_eps,
             grad_clip=settings.grad_clip,
-            exact=models.exact_parameters(parameters, twin),
+            exact=exacts,
+            ranks=ranks,
         )
         if settings.activation_checkpointing:
             models.enable_recomputation(self.network.backbone, self.network.layers)
         self._bounded = algorithm.value_head == "sigmoid"
+        self._ranks = ranks
         self._max_tokens = settings.micro_batch_tokens
 
     def values(self, batch: TrajectoryBatch, where: Tensor | None = None) -> Tensor:
@@ -84,27 +99,31 @@ class Critic:
         """Forward over the batch's micro-batches, and backward where there is a target."""
         values = torch.zeros_like(batch.rewards)
         total = 0.0
-        for rows in batch.micro_batches(self._max_tokens):
+        for micro in micro_batches(batch, self._max_tokens, self._ranks):
+            rows = micro.rows
             part = batch.select(rows)
             width = part.token_ids.shape[1]
             with torch.set_grad_enabled(target is not None):
                 outputs = self.network(part.token_ids)
             if target is not None:
-                total += self._send_back(outputs, target, rows)
+                total += self._send_back(outputs, target, micro)
             seen = outputs.detach()
             seen = seen.sigmoid() if self._bounded else seen
-            values[rows, :width] = torch.where(where[rows, :width], seen, 0.0)
-        return values, total
+            if micro.counts:
+                values[rows, :width] = torch.where(where[rows, :width], seen, 0.0)
+        sums = torch.tensor([total], device=values.device)
+        self._ranks.sum(values, sums)
+        return values, sums.item()
 
-    def _send_back(self, outputs: Tensor, target: _Target, rows: Tensor) -> float:
+    def _send_back(self, outputs: Tensor, target: _Target, micro: MicroBatch) -> float:
         """The part's loss, its gradient added to the masters'."""
-        width = outputs.shape[1]
+        rows, width = micro.rows, outputs.shape[1]
         loss_of = sao.bounded_value_loss if self._bounded else sao.value_loss
         loss = loss_of(
             outputs,
             target.returns[rows, :width],
             target.fitted[rows, :width],
-            denominator=target.denominator[rows],
+            denominator=micro.denominators(target.denominator),
         )
         loss.backward()  # type: ignore[no-untyped-call]
         self.weights.accumulate()

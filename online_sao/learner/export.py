@@ -19,7 +19,7 @@ from online_sao.algorithm import sao
 from online_sao.errors import ModelError, VersionFolderError
 from online_sao.learner.lora import ADAPTER_FOLDER, Adapter, is_adapter
 from online_sao.learner.models import load_causal_lm
-from online_sao.learner.weights import TrainedWeights, save_tensors
+from online_sao.learner.weights import save_tensors
 from online_sao.manifest import MANIFEST_NAME, Manifest
 from online_sao.types import ProbeTokens
 
@@ -57,18 +57,23 @@ class VersionWriter:
         return tensor.to(_DTYPES[known[0]])
 
     def write(
-        self, folder: Path, model: Any, weights: TrainedWeights, adapter: Adapter | None = None
+        self,
+        folder: Path,
+        model: Any,
+        copies: Mapping[str, Tensor],
+        masters: Mapping[str, Tensor],
+        adapter: Adapter | None = None,
     ) -> None:
-        """Make `folder` the version whose trained parameters are `weights`' masters, rounded; with
-        an adapter merged, and itself in a folder below.
+        """Make `folder` the version whose trained parameters, `copies` in the model, are `masters`,
+        rounded; with an adapter merged, and itself in a folder below.
 
         Raises ModelError when what trains has no place in the start folder's files.
         """
-        changed = self._changed(model, weights) if adapter is None else {}
+        changed = self._changed(model, copies, masters) if adapter is None else {}
         folder.mkdir(parents=True)
         if adapter is not None:
-            changed = self._merged(adapter, weights)
-            adapter.write(folder / ADAPTER_FOLDER, weights.masters)
+            changed = self._merged(adapter, masters)
+            adapter.write(folder / ADAPTER_FOLDER, masters)
         for path in self._start_folder.iterdir():
             if path.is_file() and path.suffix != ".safetensors" and path.name != MANIFEST_NAME:
                 shutil.copyfile(path, folder / path.name)
@@ -83,25 +88,24 @@ class VersionWriter:
             raise ModelError(f"{folder}: tensors differ from those of {self._start_folder}")
         (folder / MANIFEST_NAME).write_text(manifest.to_json())
 
-    def _merged(self, adapter: Adapter, weights: TrainedWeights) -> dict[str, Tensor]:
+    def _merged(self, adapter: Adapter, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors that the adapters change."""
         base = {
             name: tensor for tensors in self._files.values() for name, tensor in tensors.items()
         }
-        return {
-            name: adapter.merged(name, base[name], weights.masters)
-            for name in adapter.weight_names()
-        }
+        return {name: adapter.merged(name, base[name], masters) for name in adapter.weight_names()}
 
-    def _changed(self, model: Any, weights: TrainedWeights) -> dict[str, Tensor]:
+    def _changed(
+        self, model: Any, copies: Mapping[str, Tensor], masters: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """The trained tensors under their names in the checkpoint, in its dtypes."""
-        by_copy = {id(weights.copies[name]): p for name, p in weights.masters.items()}
+        by_copy = {id(copies[name]): master for name, master in masters.items()}
         named = {
             name: by_copy[id(parameter)].detach()
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if id(parameter) in by_copy
         }
-        tied = {name for name in named if name not in weights.masters}
+        tied = {name for name in named if name not in masters}
         converted: dict[str, Tensor] = revert_weight_conversion(model, named)
         unknown = converted.keys() - self._base.tensors.keys() - tied
         if unknown:
@@ -131,7 +135,7 @@ def probe_logprobs(folder: Path, token_ids: tuple[int, ...]) -> tuple[float, ...
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A trainer's full state, as read from a folder."""
+    """A trainer's full state, as it lies in a folder."""
 
     updates: int
     policy: Mapping[str, Tensor]
@@ -160,25 +164,17 @@ class SavedState:
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ModelError(f"{folder} is no learner state: {error}") from error
 
-
-def write_state(
-    folder: Path,
-    updates: int,
-    policy: TrainedWeights,
-    critic: TrainedWeights | None,
-    memory: Mapping[str, Any],
-) -> None:
-    """Masters, moments, counters and the baseline's memory into the new folder `folder`."""
-    folder.mkdir(parents=True)
-    for file, weights in ((POLICY_FILE, policy), (CRITIC_FILE, critic)):
-        if weights is not None:
-            tensors = {key: tensor.cpu().contiguous() for key, tensor in weights.state().items()}
-            save_tensors(tensors, folder / file)
-    counters = {
-        "format": STATE_FORMAT,
-        "updates": updates,
-        "policy_steps": policy.steps(),
-        "critic_steps": 0 if critic is None else critic.steps(),
-        "memory": dict(memory),
-    }
-    (folder / STATE_FILE).write_text(json.dumps(counters))
+    def write(self, folder: Path) -> None:
+        """Into the new folder `folder` (no fsync). Raises LearnerError."""
+        folder.mkdir(parents=True)
+        save_tensors(dict(self.policy), folder / POLICY_FILE)
+        if self.critic:
+            save_tensors(dict(self.critic), folder / CRITIC_FILE)
+        counters = {
+            "format": STATE_FORMAT,
+            "updates": self.updates,
+            "policy_steps": self.policy_steps,
+            "critic_steps": self.critic_steps,
+            "memory": dict(self.memory),
+        }
+        (folder / STATE_FILE).write_text(json.dumps(counters))

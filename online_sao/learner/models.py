@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from online_sao.config import LearnerSettings
 from online_sao.errors import ModelError
 from online_sao.learner.head import LogitChange
+from online_sao.learner.ranks import Ranks
 from online_sao.manifest import read_header
 
 ATTENTION_NAMES = ("self_attn", "linear_attn", "attention", "attn")
@@ -74,6 +75,10 @@ class Compute:
         device = pick_device()
         dtype = pick_dtype(settings.dtype, device)
         return cls(device, dtype, pick_attention(device, settings.max_train_tokens))
+
+    def before_sharding(self, ranks: Ranks) -> Compute:
+        """Where networks are loaded: on the CPU if they are to be cut up, a layer at a time."""
+        return self if ranks.size == 1 else replace(self, device=torch.device("cpu"))
 
     def load(self, folder: Path) -> Any:
         """The causal language model of `folder`. Raises ModelError."""

@@ -23,6 +23,8 @@ from online_sao.learner.batch import TrajectoryBatch
 from online_sao.learner.head import ActionScores, HeadScorer, Objective
 from online_sao.learner.lora import Adapter
 from online_sao.learner.models import Decoder
+from online_sao.learner.ranks import ALONE, Ranks
+from online_sao.learner.sharding import place, renewed, shard
 from online_sao.learner.weights import TrainedWeights
 
 
@@ -61,14 +63,21 @@ class StartPolicy:
         `first_trained`: the policy's first layer that trains; None when everything does.
         """
         if first_trained is None or not _same(policy.embeddings, start.embeddings):
-            return cls(start.head, None, base=start.base)
+            return cls(start.head, None, start.layers, base=start.base)
         if not _same(policy.head, start.head):
-            return cls(start.head, None, base=start.base)
+            return cls(start.head, None, start.layers, base=start.base)
         shared = 0
         while shared < first_trained and _same(policy.layers[shared], start.layers[shared]):
             shared += 1
         top = copy.deepcopy(start.layers[shared:])
         return cls(policy.head, shared, top, copy.deepcopy(start.norm))
+
+    def shard(self, ranks: Ranks) -> None:
+        """Cut its own layers up; those of the policy are."""
+        shard(self.base, self.layers, ranks)
+        for part in (self.head, self.norm):
+            if part is not None:
+                place(part, ranks)
 
     @torch.no_grad()
     def hidden(self, token_ids: Tensor, calls: list[_LayerCall]) -> Tensor:
@@ -96,6 +105,7 @@ class Policy:
         *,
         reverse_kl: bool = False,
         entropy_pulls: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`model` becomes the policy, its masters taken from `exact` if given (the same in fp32);
         `start` is the start policy as a model, where a KL to it is asked for. With `lora_rank` set
@@ -115,12 +125,24 @@ class Policy:
             self.start = StartPolicy.within(self.decoder, first, self.adapter)
         elif start is not None:
             self.start = StartPolicy.beside(self.decoder, first or None, Decoder.of(start))
+        exacts = None if self.adapter else models.exact_parameters(parameters, exact)
+        shard(
+            self.decoder.base,
+            self.decoder.layers,
+            ranks,
+            trained=parameters.values(),
+            exact=None if exact is None else Decoder.of(exact).layers,
+        )
+        place(model, ranks)
+        if self.start is not None:
+            self.start.shard(ranks)
         self.weights = TrainedWeights(
-            parameters,
+            renewed(parameters, model, ranks),
             lr=settings.policy_lr,
             adam_eps=settings.adam_eps,
             grad_clip=settings.grad_clip,
-            exact=None if self.adapter else models.exact_parameters(parameters, exact),
+            exact=exacts,
+            ranks=ranks,
         )
         if settings.activation_checkpointing:
             models.enable_recomputation(model, self.decoder.layers[first:])

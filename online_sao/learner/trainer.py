@@ -15,18 +15,21 @@ from torch import Tensor
 
 from online_sao.algorithm import sao
 from online_sao.config import AlgorithmSettings, LearnerSettings
-from online_sao.errors import LearnerError, ModelError, UpdateNotFinite
+from online_sao.errors import ConfigError, LearnerError, ModelError, UpdateNotFinite
 from online_sao.learner import metrics
 from online_sao.learner.advantages import Estimator, make_estimator
 from online_sao.learner.batch import TrajectoryBatch
 from online_sao.learner.critic import Critic
-from online_sao.learner.export import SavedState, VersionWriter, write_state
+from online_sao.learner.dealing import micro_batches
+from online_sao.learner.export import SavedState, VersionWriter
 from online_sao.learner.facts import batch_facts
 from online_sao.learner.head import ActionScores, Objective
 from online_sao.learner.losses import PolicyLoss
 from online_sao.learner.metrics import Evaluated, Metrics, Phases
 from online_sao.learner.models import Compute
 from online_sao.learner.policy import Policy
+from online_sao.learner.ranks import ALONE, Ranks
+from online_sao.learner.sharding import whole
 from online_sao.types import TrainingResult, Trajectory, UpdateKind
 
 NOTHING_PULLS = 1e-6
@@ -37,14 +40,24 @@ class SaoTrainer:
     """The `Trainer` of the real service."""
 
     def __init__(
-        self, settings: AlgorithmSettings, learner: LearnerSettings, start_policy: Path
+        self,
+        settings: AlgorithmSettings,
+        learner: LearnerSettings,
+        start_policy: Path,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`start_policy`: the folder of version 0, the KL term's pi_start. Loads nothing yet."""
+        """`start_policy`: the folder of version 0, the KL term's pi_start. Loads nothing yet.
+
+        On several `ranks` each method is called on all of them, with the same arguments.
+        """
+        if ranks.size > 1 and learner.lora_rank > 0:
+            raise ConfigError("learner.lora_rank goes with one process: set it to 0, or ranks to 1")
+        self._ranks = ranks
         self._settings = settings
         self._learner = learner
         self._start_policy = start_policy
         if learner.threads > 0:
-            torch.set_num_threads(learner.threads)
+            torch.set_num_threads(max(1, learner.threads // ranks.size))
         self._pull = PolicyLoss.of(settings)
         self._compute = Compute.chosen(learner)
         self._updates = 0
@@ -112,21 +125,26 @@ class SaoTrainer:
         policy is to move. Raises UpdateNotFinite.
         """
         results = tuple(torch.zeros_like(advantages) for _ in range(3))
-        for rows in batch.micro_batches(self._learner.micro_batch_tokens):
+        for micro in micro_batches(batch, self._learner.micro_batch_tokens, self._ranks):
+            rows = micro.rows
             part = batch.select(rows)
             width = part.token_ids.shape[1]
             objective = None
             if kind is UpdateKind.POLICY:
-                objective = self._objective(part, advantages[rows, :width], share[rows])
+                denominators = micro.denominators(share)
+                objective = self._objective(part, advantages[rows, :width], denominators)
             scores = self._policy.score(part, objective)
-            if not bool(torch.isfinite(scores.logprobs).all()):
-                raise UpdateNotFinite("the policy's log-probabilities are not finite")
+            if not micro.counts:
+                continue
             for result, found in zip(
                 results, (scores.logprobs, scores.kl, scores.entropy), strict=True
             ):
                 placed = torch.zeros_like(part.rewards)
                 placed[part.action_mask] = found
                 result[rows, :width] = placed
+        self._ranks.sum(*results)
+        if not bool(torch.isfinite(results[0]).all()):
+            raise UpdateNotFinite("the policy's log-probabilities are not finite")
         return results[0], results[1], results[2]
 
     def _objective(self, part: TrajectoryBatch, advantages: Tensor, share: Tensor) -> Objective:
@@ -182,14 +200,15 @@ class SaoTrainer:
         Raises ModelError.
         """
         self._policy_ = self._critic = self._estimator_ = self._writer_ = None  # free it first
-        s, compute = self._settings, self._compute
+        s, compute = self._settings, self._compute.before_sharding(self._ranks)
         saved = None if state is None else SavedState.read(state)
         adapted = self._learner.lora_rank > 0
         writer = VersionWriter(self._start_policy, self._start_policy if adapted else policy)
         start = compute.load(self._start_policy)
         critic = None
         if s.has_critic:
-            critic = Critic(start, compute.load_exact(self._start_policy), self._learner, s)
+            exact = compute.load_exact(self._start_policy)
+            critic = Critic(start, exact, self._learner, s, self._ranks)
         theta = Policy(
             start if adapted else compute.load(policy),
             None if adapted else compute.load_exact(policy),
@@ -197,6 +216,7 @@ class SaoTrainer:
             self._learner,
             reverse_kl=s.kl_direction == "start_policy",
             entropy_pulls=s.entropy_coef > 0.0,
+            ranks=self._ranks,
         )
         if theta.adapter is not None:
             theta.adapter.restore(theta.weights, policy, self._start_policy)
@@ -241,24 +261,36 @@ class SaoTrainer:
             before = saved.policy.get(f"master.{name}")
             if before is None:
                 return False
-            if not torch.equal(self._writer.stored(name, before).float(), master.cpu()):
+            if not torch.equal(self._writer.stored(name, before).float(), whole(master).cpu()):
                 return False
         return True
 
     def export_policy(self, folder: Path) -> None:
         """Write a servable version with its manifest into the new folder `folder` (no fsync)."""
         theta = self._policy
-        self._writer.write(folder, theta.model, theta.weights, theta.adapter)
+        masters = theta.weights.whole_masters()
+        if self._ranks.first:
+            self._writer.write(folder, theta.model, theta.weights.copies, masters, theta.adapter)
 
     def save_state(self, folder: Path) -> None:
         """Write all of the trainer's state into the new folder `folder` (no fsync)."""
+        theta = self._policy.weights
         critic = None if self._critic is None else self._critic.weights
-        memory = self._estimator.memory()
-        write_state(folder, self._updates, self._policy.weights, critic, memory)
+        state = SavedState(
+            updates=self._updates,
+            policy=theta.whole_state(),
+            policy_steps=theta.steps(),
+            critic={} if critic is None else critic.whole_state(),
+            critic_steps=0 if critic is None else critic.steps(),
+            memory=self._estimator.memory(),
+        )
+        if self._ranks.first:
+            state.write(folder)
 
     def policy_weights(self) -> dict[str, Tensor]:
         """A copy of the policy network's parameters by name, in its compute dtype."""
-        return {name: p.detach().clone() for name, p in self._policy.model.named_parameters()}
+        parameters = self._policy.model.named_parameters()
+        return {name: whole(p.detach()).clone() for name, p in parameters}
 
     @property
     def _policy(self) -> Policy:

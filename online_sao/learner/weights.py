@@ -17,8 +17,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from online_sao.errors import LearnerError, ModelError, UpdateNotFinite
+from online_sao.learner.ranks import ALONE, Ranks
+from online_sao.learner.sharding import clip_gradients, like, whole
 
 WEIGHT_DECAY = 0.0
 """The paper names none; the KL term is what holds the policy."""
@@ -36,8 +39,10 @@ class TrainedWeights:
         adam_eps: float,
         grad_clip: float,
         exact: Mapping[str, Tensor] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`exact`: fp32 values, where the compute copies are rounded from something wider."""
+        self._ranks = ranks
         self.copies = dict(parameters)
         self._grad_clip = grad_clip
         self.masters: dict[str, nn.Parameter] = {}
@@ -47,9 +52,13 @@ class TrainedWeights:
                 self.masters[name] = copy
                 continue
             source = copy if exact is None else exact[name]
-            self.masters[name] = nn.Parameter(source.detach().float().clone())
+            master = source.detach().to(copy.device, torch.float32, copy=True)
+            self.masters[name] = nn.Parameter(master)
+        shards = [p for p in self.masters.values() if isinstance(p, DTensor)]
+        replicas = [p for p in self.masters.values() if not isinstance(p, DTensor)]
+        groups = [{"params": group} for group in (replicas, shards) if group]  # never in one call
         self.optimizer = torch.optim.AdamW(
-            self.masters.values(), lr=lr, eps=adam_eps, weight_decay=WEIGHT_DECAY, fused=True
+            groups, lr=lr, eps=adam_eps, weight_decay=WEIGHT_DECAY, fused=True
         )
 
     def accumulate(self) -> None:
@@ -66,10 +75,13 @@ class TrainedWeights:
 
     def clip(self) -> float:
         """Clip the gradients' norm; returns what it was. Raises UpdateNotFinite."""
-        norm = nn.utils.clip_grad_norm_(self.masters.values(), self._grad_clip)
-        if not math.isfinite(norm.item()):
-            raise UpdateNotFinite(f"gradient norm is {norm.item()}")
-        return float(norm)
+        if self._ranks.size > 1:
+            norm = clip_gradients(self.masters.values(), self._grad_clip, self._ranks)
+        else:
+            norm = float(nn.utils.clip_grad_norm_(self.masters.values(), self._grad_clip))
+        if not math.isfinite(norm):
+            raise UpdateNotFinite(f"gradient norm is {norm}")
+        return norm
 
     def step(self) -> None:
         """One AdamW step on the masters; the compute copies follow.
@@ -119,6 +131,22 @@ class TrainedWeights:
                     tensors[f"{moment}.{name}"] = self.optimizer.state[master][moment]
         return tensors
 
+    def whole_masters(self) -> dict[str, Tensor]:
+        """The masters on the CPU, by name; empty but on rank 0. Every rank must ask."""
+        return self._gathered({name: p.detach() for name, p in self.masters.items()})
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """`state`, likewise."""
+        return self._gathered(self.state())
+
+    def _gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        kept = {}
+        for name, tensor in tensors.items():
+            full = whole(tensor)
+            if self._ranks.first:
+                kept[name] = full.to("cpu").contiguous()
+        return kept
+
     def load_state(
         self, tensors: Mapping[str, Tensor], steps: int, *, masters: bool = True
     ) -> None:
@@ -135,7 +163,7 @@ class TrainedWeights:
         if masters:
             with torch.no_grad():
                 for name, master in self.masters.items():
-                    master.copy_(tensors[f"master.{name}"])
+                    master.copy_(like(tensors[f"master.{name}"], master))
         self._load_moments(tensors, steps)
         self._round()
 
@@ -143,15 +171,15 @@ class TrainedWeights:
         if steps == 0:
             self.optimizer.state.clear()
             return
-        state = {
-            i: {
-                "step": torch.tensor(float(steps)),
-                **{moment: tensors[f"{moment}.{name}"].clone() for moment in _MOMENTS},
+        for name, master in self.masters.items():
+            moments = {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
+            self.optimizer.state[master] = {
+                "step": torch.tensor(float(steps), device=master.device),
+                **{
+                    moment: like(tensor, master).to(master.device).clone()
+                    for moment, tensor in moments.items()
+                },
             }
-            for i, name in enumerate(self.masters)
-        }
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     @torch.no_grad()
     def _round(self) -> None:

@@ -271,6 +271,15 @@ def test_prepare_command_is_understood_by_the_preparation(tmp_path: Path) -> Non
     assert (args.max_model_len, args.dtype) == (300, "float32")
 
 
+def test_several_ranks_are_started_by_torchrun_with_the_same_learner(tmp_path: Path) -> None:
+    settings_file = tmp_path / "settings.toml"
+    one = wiring.learner_command(settings_file)
+    many = wiring.learner_command(settings_file, 3)
+    assert many[1:3] == ["-m", "torch.distributed.run"]
+    assert many[many.index("--nproc-per-node") + 1] == "3"
+    assert many[-len(one) + 1 :] == one[1:]
+
+
 def test_learner_command_is_understood_by_the_command_line(tmp_path: Path) -> None:
     python, m, module, *argv = wiring.learner_command(tmp_path / "missing.toml")
     assert (python, m, module) == (sys.executable, "-m", "online_sao")
