@@ -131,6 +131,12 @@ class JudgingSettings(_Section):
     max_attempts: int = Field(
         5, ge=1, description="Failed looks before a rollout is given up as expired. Source: ours."
     )
+    episode_idle_s: float = Field(
+        600.0,
+        gt=0,
+        description="A tool episode that nobody closes is closed after so long without a request "
+        "(s). Source: the longest a reply may take.",
+    )
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -11,6 +11,7 @@
         LeaseLost                 somebody else owns the work now
         UnknownRecord             no row with that id
         VersionConflict           the expected state is not the present one
+        EpisodeClosed             no more replies join this tool episode
       EngineError                 the serving engine
         EngineUnavailable         dead, starting, or unreachable
         EngineTimeout
@@ -19,6 +20,7 @@
           WeightsNotDelivered     taken with a 200, yet not what was sent
       JudgeError                  a judge failed; never a reward
       RolloutRefused              a record that may not be trained on
+      TrajectoryRefused           numbers that no update could take (also a ValueError)
       LearnerError                the learner
         UpdateNotFinite           NaN or inf; nothing was changed
 
@@ -73,6 +75,10 @@ class VersionConflict(StoreError):
     """The record changed since it was read."""
 
 
+class EpisodeClosed(StoreError):
+    """The tool episode has been closed; a request can join it no more."""
+
+
 class EngineError(OnlineSaoError):
     """The serving engine failed."""
 
@@ -117,6 +123,10 @@ class RolloutRefused(OnlineSaoError):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+
+
+class TrajectoryRefused(OnlineSaoError, ValueError):
+    """A trajectory that cannot be made: no action, lengths that differ, a number not finite."""
 
 
 class LearnerError(OnlineSaoError):

@@ -20,6 +20,8 @@ from online_sao.types import (
     Alarm,
     Delivery,
     EngineStatus,
+    Episode,
+    EpisodeRewards,
     Evidence,
     Feedback,
     FeedbackReceipt,
@@ -143,14 +145,19 @@ class Store(Protocol):
     # -- serving ---------------------------------------------------------------------------
 
     async def insert_rollout(self, request: RolloutRequest) -> None:
-        """The request came: state `in_flight`."""
+        """The request came: state `in_flight`.
+
+        One with an `episode_id` joins that episode: UnknownRecord when there is none, and
+        EpisodeClosed when it is closed, with nothing inserted.
+        """
         ...
 
     async def complete_rollout(self, completion: RolloutCompletion) -> None:
         """Record the end, once (VersionConflict the second time).
 
         `completed` and trainable -> `awaiting_judgement`; not trainable, or `aborted` ->
-        `not_trainable` with its reason; `failed` -> `failed` with its error word.
+        `not_trainable` with its reason; `failed` -> `failed` with its error word. A trainable
+        reply of an episode waits, with the reason `episode`, until the episode has ended.
         """
         ...
 
@@ -165,6 +172,7 @@ class Store(Protocol):
     async def add_feedback(self, feedback: Feedback) -> FeedbackReceipt:
         """Append; a rollout that waits for it, or is judged but not leased yet, is judged (again).
 
+        Where an episode has one verdict, feedback on any of its replies is on the episode.
         Raises UnknownRecord (no such rollout) and VersionConflict (client id reused for other
         content).
         """
@@ -174,10 +182,39 @@ class Store(Protocol):
         """All feedback on a rollout, oldest first."""
         ...
 
+    # -- episodes --------------------------------------------------------------------------
+
+    async def open_episode(self, episode_id: str) -> Episode:
+        """Declare a tool episode, which requests may join. VersionConflict if the id is taken."""
+        ...
+
+    async def get_episode(self, episode_id: str) -> Episode:
+        """One episode with its replies counted. Raises UnknownRecord."""
+        ...
+
+    async def close_episode(self, episode_id: str) -> Episode:
+        """Nothing joins it any more; closed before, it stays as it is. Raises UnknownRecord.
+
+        Once no request of it is in flight it has ended: as the active rubric's `episodes` says,
+        its last trainable reply awaits judgement for all, or each for itself.
+        """
+        ...
+
+    async def close_idle_episodes(self, idle_s: float) -> int:
+        """Close those with no request in flight and none that came or ended for `idle_s`."""
+        ...
+
     # -- judging ---------------------------------------------------------------------------
 
     async def put_rubric(
-        self, name: str, judge: str, criteria: JSON, *, message: str = "", author: str = ""
+        self,
+        name: str,
+        judge: str,
+        criteria: JSON,
+        *,
+        message: str = "",
+        author: str = "",
+        episodes: EpisodeRewards = EpisodeRewards.ONE,
     ) -> RubricVersion:
         """Append a version of `name` and activate it; the active one if it is the same."""
         ...
@@ -189,13 +226,18 @@ class Store(Protocol):
     async def claim_unjudged(
         self, owner: str, *, limit: int, lease_s: float
     ) -> list[tuple[Rollout, tuple[Feedback, ...]]]:
-        """Lease up to `limit` rollouts that await judgement (their wait over), oldest first."""
+        """Lease up to `limit` rollouts that await judgement (their wait over), oldest first.
+
+        One that is judged for its whole episode comes with the feedback on all its replies.
+        """
         ...
 
     async def record_judgement(self, judgement: Judgement, owner: str) -> None:
         """Append it and move the rollout: scored -> judged, unscorable, expired.
 
-        An `error` puts it back to `awaiting_judgement` (use `postpone_judgement` for when).
+        An `error` puts it back to `awaiting_judgement` (use `postpone_judgement` for when). A
+        verdict on a whole episode is passed on to its other replies, each with a judgement of
+        its own that names the first.
         Raises LeaseLost.
         """
         ...
@@ -209,7 +251,7 @@ class Store(Protocol):
         ...
 
     async def reward_stats(self, since: datetime | None = None) -> RewardStats:
-        """Over all replies scored after `since` (None: ever)."""
+        """Over all replies scored after `since` (None: ever); an episode of one verdict is one."""
         ...
 
     # -- learning --------------------------------------------------------------------------
@@ -224,10 +266,16 @@ class Store(Protocol):
         max_train_tokens: int,
         skip_cut: bool,
     ) -> list[Trajectory]:
-        """Lease exactly `size` judged rollouts, oldest first, or none at all.
+        """Lease exactly `size` judged trajectories, oldest first, or none at all.
 
-        Those too old, too long (or cut, with `skip_cut`) are discarded with their reason on the
-        way, also when too few remain.
+        A rollout is one trajectory. A tool episode's are leased together or not at all, once
+        each of them is settled, as the trajectories that `Trajectory.from_episode` makes of them.
+        An episode that would overfill the batch waits; where nothing else can fill it, the batch
+        takes the episode and is larger than `size`.
+
+        Those too old, too long, malformed (or cut, with `skip_cut`) are discarded with their
+        reason on the way, also when too few remain; what refuses one reply of an episode, or its
+        merged sequence, discards all of them.
         """
         ...
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from online_sao.errors import ConfigError
 from online_sao.interfaces import Judge
-from online_sao.types import JSON
+from online_sao.types import JSON, EpisodeRewards
 
 _SHIPPED = "judges"
-_RUBRIC_KEYS = ("name", "judge", "message", "criteria")
+_RUBRIC_KEYS = ("name", "judge", "message", "episodes", "criteria")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class RubricFile:
     """`module:Class`."""
     criteria: JSON
     message: str = ""
+    episodes: EpisodeRewards = EpisodeRewards.ONE
+    """Who is judged in a tool episode: its last reply for all, or each for itself."""
 
 
 def shipped_rubrics() -> list[str]:
@@ -59,6 +61,8 @@ def read_rubric(name_or_path: str | Path) -> RubricFile:
     ]
     if not isinstance(table.get("message", ""), str):
         problems.append("`message` must be a text")
+    if table.get("episodes", "one") not in list(EpisodeRewards):
+        problems.append(f"`episodes` must be one of {', '.join(EpisodeRewards)}")
     criteria = table.get("criteria", {})
     if not isinstance(criteria, dict):
         problems.append("`criteria` must be a table")
@@ -68,11 +72,17 @@ def read_rubric(name_or_path: str | Path) -> RubricFile:
         problems.append(f"`criteria` holds what JSON cannot ({error})")
     if problems:
         raise ConfigError(f"{where}: {'; '.join(problems)}")
-    return RubricFile(table["name"], table["judge"], criteria, table.get("message", ""))
+    return RubricFile(
+        name=table["name"],
+        judge=table["judge"],
+        criteria=criteria,
+        message=table.get("message", ""),
+        episodes=EpisodeRewards(table.get("episodes", "one")),
+    )
 
 
-def load_rubric(name_or_path: str | Path) -> tuple[str, str, JSON]:
-    """Name, judge and criteria of a rubric whose judge exists and accepts the criteria.
+def load_rubric(name_or_path: str | Path) -> RubricFile:
+    """A rubric whose judge exists and accepts the criteria.
 
     Raises ConfigError, with every problem that the judge's `check` lists.
     """
@@ -80,7 +90,7 @@ def load_rubric(name_or_path: str | Path) -> tuple[str, str, JSON]:
     problems = load_judge(rubric.judge).check(rubric.criteria)
     if problems:
         raise ConfigError(f"rubric {rubric.name}: {'; '.join(problems)}")
-    return rubric.name, rubric.judge, rubric.criteria
+    return rubric
 
 
 def load_judge(name: str) -> Judge:

@@ -43,6 +43,7 @@ LEARNER_ALARM = "learner_died"
 HEARTBEAT_NOTE = "learner_heartbeat"
 """Written by the learner; the pid in it proves that this very process works."""
 LEASE_RECOVERY_S = 10
+IDLE_EPISODES_S = 5
 ENGINE_PROBE_S = 5
 PRUNE_S = 10
 RETENTION_S = 3600
@@ -94,8 +95,14 @@ class Service:
         await self._store.recover_leases()
         manifest = await asyncio.to_thread(Manifest.read, self._folder.model)
         await self._store.add_base_version(str(self._folder.model.resolve()), manifest.sha256)
-        name, judge, criteria = wiring.load_rubric(self._settings)
-        await self._store.put_rubric(name, judge, criteria, message="from the settings")
+        rubric = wiring.load_rubric(self._settings)
+        await self._store.put_rubric(
+            rubric.name,
+            rubric.judge,
+            rubric.criteria,
+            message="from the settings",
+            episodes=rubric.episodes,
+        )
 
     async def _serve(self, stop: asyncio.Event) -> None:
         server = uvicorn.Server(self._uvicorn_config())
@@ -231,6 +238,7 @@ class Service:
         scheduler = AsyncIOScheduler(timezone="UTC")
         jobs: list[tuple[str, Callable[[], Awaitable[object]], int]] = [
             ("recover_leases", self._store.recover_leases, LEASE_RECOVERY_S),
+            ("close_idle_episodes", self._close_idle_episodes, IDLE_EPISODES_S),
             ("probe_engine", self._probe_engine, ENGINE_PROBE_S),
             ("prune_versions", self._publisher.prune, PRUNE_S),
             ("prune_text", self._prune_text, RETENTION_S),
@@ -241,6 +249,11 @@ class Service:
                 max_instances=1, coalesce=True, misfire_grace_time=every,
             )  # fmt: skip
         return scheduler
+
+    async def _close_idle_episodes(self) -> None:
+        closed = await self._store.close_idle_episodes(self._settings.judging.episode_idle_s)
+        if closed:
+            logger.info("action=idle_episodes_closed count=%d", closed)
 
     async def _prune_text(self) -> None:
         days = self._settings.retention.text_days

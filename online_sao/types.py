@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
-from online_sao.errors import RolloutRefused
+from online_sao.errors import RolloutRefused, TrajectoryRefused
 
 JSON = Mapping[str, Any]
 
@@ -63,6 +64,7 @@ def parse_id(public_id: str, prefix: str) -> uuid.UUID:
 
 
 ROLLOUT_PREFIX = "chatcmpl-"
+EPISODE_PREFIX = "ep_"
 FEEDBACK_PREFIX = "fb_"
 JUDGEMENT_PREFIX = "jdg_"
 RUBRIC_PREFIX = "rub_"
@@ -135,6 +137,17 @@ class DiscardReason(StrEnum):
     """Cut at max_tokens, and `cut_replies` is `skip`."""
     NOT_FINITE = "not_finite"
     """Its batch gave NaN or inf; the update was skipped."""
+    MALFORMED = "malformed"
+    """Its stored record makes no trajectory: lengths that differ, a number that is not finite."""
+
+
+class EpisodeRewards(StrEnum):
+    """Who of a tool episode's replies is judged: a rubric's choice, fixed when the episode ends."""
+
+    ONE = "one"
+    """The last trainable reply; its verdict is the whole episode's."""
+    EACH = "each"
+    """Every reply on its own."""
 
 
 class Outcome(StrEnum):
@@ -255,6 +268,8 @@ class RolloutRequest:
     stream: bool = False
     train: bool = True
     """False: the client opted out."""
+    episode_id: str | None = None
+    """The tool episode it was declared to belong to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +354,25 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Episode:
+    """A declared tool episode: replies that are judged, claimed and trained together.
+
+    It has ended once it is closed and none of its requests is in flight.
+    """
+
+    id: str
+    """`ep_` + UUIDv7."""
+    created_at: datetime
+    last_active_at: datetime
+    """When a request last joined it, or a reply of it was last completed."""
+    closed_at: datetime | None = None
+    rewards: EpisodeRewards | None = None
+    """Who is judged; None until it has ended."""
+    counts: Mapping[LedgerState, int] = field(default_factory=dict)
+    """Its replies by where they stand; states without any are left out."""
+
+
+@dataclass(frozen=True, slots=True)
 class Feedback:
     """What a user said of one reply. Append-only; the latest by a user on a metric counts."""
 
@@ -379,11 +413,17 @@ class RubricVersion:
     created_at: datetime
     message: str = ""
     author: str = ""
+    episodes: EpisodeRewards = EpisodeRewards.ONE
+    """Who is judged in a tool episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a judge may look at: one rollout and what its user said of it."""
+    """What a judge may look at: one rollout and what its user said of it.
+
+    Where one reply is judged for its whole tool episode, `messages` hold the conversation up to
+    that reply, and `feedback` what was said of any of the episode's replies.
+    """
 
     rollout_id: str
     messages: tuple[Message, ...]
@@ -467,9 +507,12 @@ class Trajectory:
     """A rollout and its reward as the learner sees it: one token sequence.
 
     `token_ids`, `action_mask` and `logprobs` have one length T; `logprobs` is NaN off the mask.
+    A tool episode whose prompts extend each other is one trajectory of several rollouts. What no
+    update could take is refused at birth: TrajectoryRefused.
     """
 
     rollout_ids: tuple[str, ...]
+    """In the order of their tokens."""
     token_ids: tuple[int, ...]
     action_mask: tuple[bool, ...]
     logprobs: tuple[float, ...]
@@ -478,13 +521,46 @@ class Trajectory:
     lag: int = 0
     """Published versions since the oldest weights in its spans."""
     cut: bool = False
-    """It ended at max_tokens."""
+    """It (or a reply of its episode) ended at max_tokens."""
+    reward_at: tuple[tuple[int, float], ...] = ()
+    """(token, reward), where each reply of an episode has its own; `reward` is then their sum.
+    Empty: `reward` stands on the last action token."""
 
     def __post_init__(self) -> None:
-        if not len(self.token_ids) == len(self.action_mask) == len(self.logprobs):
-            raise ValueError("token_ids, action_mask and logprobs must have one length")
-        if not any(self.action_mask) or self.action_mask[0]:
-            raise ValueError("a trajectory starts with a prompt token and has an action")
+        n, m, k = len(self.token_ids), len(self.action_mask), len(self.logprobs)
+        if not n == m == k:
+            raise TrajectoryRefused(
+                f"{self._name}: {n} token ids, {m} mask entries and {k} log-probabilities "
+                "must have one length"
+            )
+        if not any(self.action_mask):
+            raise TrajectoryRefused(f"{self._name} has no action token")
+        if self.action_mask[0]:
+            raise TrajectoryRefused(f"{self._name} does not start with a prompt token")
+        for t, (action, logprob) in enumerate(zip(self.action_mask, self.logprobs, strict=True)):
+            if action and not math.isfinite(logprob):
+                raise TrajectoryRefused(f"{self._name}: log-probability {logprob} at token {t}")
+        self._check_rewards()
+
+    def _check_rewards(self) -> None:
+        for t, reward in ((-1, self.reward), *self.reward_at):
+            if not math.isfinite(reward):
+                raise TrajectoryRefused(f"{self._name}: its reward is {reward}")
+            if t >= 0 and not (t < len(self.action_mask) and self.action_mask[t]):
+                raise TrajectoryRefused(f"{self._name}: a reward on token {t}, which is no action")
+        if self.reward_at and math.fsum(r for _, r in self.reward_at) != self.reward:
+            raise TrajectoryRefused(f"{self._name}: its reward is not the sum of its replies'")
+
+    @property
+    def _name(self) -> str:
+        return self.rollout_ids[0] if self.rollout_ids else "a trajectory"
+
+    @property
+    def placed_rewards(self) -> tuple[tuple[int, float], ...]:
+        """(token, reward) of every reward: `reward_at`, or `reward` on the last action token."""
+        if self.reward_at:
+            return self.reward_at
+        return ((len(self.action_mask) - 1 - self.action_mask[::-1].index(True), self.reward),)
 
     @classmethod
     def from_rollout(
@@ -503,12 +579,61 @@ class Trajectory:
             cut=completion.finish_reason == "length",
         )
 
+    @classmethod
+    def from_episode(
+        cls, members: Sequence[Trajectory | None], rewards: EpisodeRewards
+    ) -> list[Trajectory]:
+        """The trajectories of an episode from its replies', in their order: one, or each its own.
+
+        None stands for a reply that may not be trained on. They become one where every prompt's
+        ids extend the ids before it exactly, the temperature is the same, and no None stands
+        between two of them. With `one`, each member carries the episode's reward, and the merged
+        trajectory carries it once, on its last action token.
+        """
+        replies = [member for member in members if member is not None]
+        if len(replies) < 2 or not _is_chain(members):
+            return replies
+        last, first = replies[-1], replies[0]
+        mask, logprobs = first.action_mask, first.logprobs
+        for reply in replies[1:]:
+            mask += reply.action_mask[len(mask) :]
+            logprobs += reply.logprobs[len(logprobs) :]
+        each = rewards is EpisodeRewards.EACH
+        placed = tuple(at for reply in replies for at in reply.placed_rewards)
+        return [
+            cls(
+                rollout_ids=tuple(i for reply in replies for i in reply.rollout_ids),
+                token_ids=last.token_ids,
+                action_mask=mask,
+                logprobs=logprobs,
+                reward=math.fsum(r for _, r in placed) if each else last.reward,
+                temperature=first.temperature,
+                lag=max(reply.lag for reply in replies),
+                cut=any(reply.cut for reply in replies),
+                reward_at=placed if each else (),
+            )
+        ]
+
+
+def _is_chain(members: Sequence[Trajectory | None]) -> bool:
+    """Whether each reply's prompt begins with all the ids up to the end of the reply before."""
+    present = [i for i, member in enumerate(members) if member is not None]
+    chain = members[present[0] : present[-1] + 1]
+    for before, after in pairwise(chain):
+        if before is None or after is None or before.temperature != after.temperature:
+            return False
+        n = len(before.token_ids)
+        if after.action_mask.index(True) < n or after.token_ids[:n] != before.token_ids:
+            return False
+    return True
+
 
 @dataclass(frozen=True, slots=True)
 class TokenTrace:
     """What an update saw at each action token of one trajectory (one length, in order)."""
 
     rollout_id: str
+    """The trajectory's first rollout: of a merged episode it owns the trace of all the replies."""
     values: tuple[float, ...]
     """V(s_t), before the update."""
     advantages: tuple[float, ...]

@@ -79,7 +79,7 @@ def make_judging_worker(settings: Settings, store: Store, owner: str) -> Any:
 
 
 def load_rubric(settings: Settings) -> Any:
-    """The configured rubric: name, judge, criteria, checked."""
+    """The configured rubric, checked by its judge."""
     return load("online_sao.rubrics:load_rubric")(settings.judging.rubric)
 
 

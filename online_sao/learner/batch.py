@@ -26,7 +26,8 @@ class TrajectoryBatch:
     rollout_logprobs: Tensor
     """(B, T) float32, NaN off the mask."""
     rewards: Tensor
-    """(B, T) float32: the reward on the last action token, 0 elsewhere."""
+    """(B, T) float32: the reward on the last action token (in an episode whose replies have
+    rewards of their own, on each one's last), 0 elsewhere."""
     temperatures: Tensor
     """(B,) float32."""
     lengths: Tensor
@@ -47,8 +48,8 @@ class TrajectoryBatch:
             ids[row, :n] = torch.tensor(t.token_ids)
             mask[row, :n] = torch.tensor(t.action_mask)
             logprobs[row, :n] = torch.tensor(t.logprobs)
-            last_action = n - 1 - t.action_mask[::-1].index(True)
-            rewards[row, last_action] = t.reward
+            for token, reward in t.placed_rewards:
+                rewards[row, token] = reward
         temperatures = torch.tensor([t.temperature for t in trajectories])
         tensors = (ids, mask, logprobs, rewards, temperatures, torch.tensor(lengths))
         return cls(*(x.to(device) for x in tensors))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from datetime import datetime, timedelta
 
 import sqlalchemy as sa
 
 from online_sao.errors import UnknownRecord
-from online_sao.store import leases
+from online_sao.store import episodes, leases
 from online_sao.store.rows import (
     feedback_from,
     judgement_from,
@@ -20,9 +20,10 @@ from online_sao.store.rows import (
     rubric_from,
     rubric_values,
 )
-from online_sao.store.states import after_judgement
+from online_sao.store.states import EPISODE_JUDGE, WAITS_FOR_EPISODE, after_judgement
 from online_sao.store.tables import (
     ACTIVE,
+    EpisodeRow,
     FeedbackRow,
     JudgementRow,
     LedgerRow,
@@ -33,6 +34,7 @@ from online_sao.store.tables import (
 from online_sao.types import (
     JSON,
     RUBRIC_PREFIX,
+    EpisodeRewards,
     Feedback,
     Judgement,
     JudgementState,
@@ -52,12 +54,13 @@ def put_rubric(
     criteria: JSON,
     message: str,
     author: str,
+    rewards: EpisodeRewards,
 ) -> RubricVersion:
     """See `Store.put_rubric`. Two at once take the same number; the key refuses one, which
     comes again."""
     criteria = json.loads(json.dumps(criteria))  # as it will come back
     active = _active(conn)
-    if active and (active.name, active.judge, active.criteria) == (name, judge, criteria):
+    if active and same_rubric(active, name, judge, criteria, rewards):
         return active
     newest = conn.scalar(sa.select(sa.func.max(RubricRow.number)).where(RubricRow.name == name))
     rubric = RubricVersion(
@@ -69,6 +72,7 @@ def put_rubric(
         created_at=now,
         message=message,
         author=author,
+        episodes=rewards,
     )
     conn.execute(sa.insert(RubricRow), rubric_values(rubric))
     if active is None:
@@ -80,6 +84,14 @@ def put_rubric(
             .values(rubric_id=rubric.id)
         )
     return rubric
+
+
+def same_rubric(
+    active: RubricVersion, name: str, judge: str, criteria: JSON, rewards: EpisodeRewards
+) -> bool:
+    """Whether a rubric that is put says what the active version says."""
+    said = (active.name, active.judge, active.criteria, active.episodes)
+    return said == (name, judge, criteria, rewards)
 
 
 def active_rubric(conn: sa.Connection) -> RubricVersion:
@@ -105,8 +117,8 @@ def claim_unjudged(
     """See `Store.claim_unjudged`; leases that ran out are taken over."""
     leases.recover(conn, now)
     leases.forget_loss(conn, owner)
-    ids = conn.scalars(
-        sa.select(LedgerRow.rollout_id)
+    rows = conn.execute(
+        sa.select(LedgerRow.rollout_id, LedgerRow.episode_id)
         .where(
             LedgerRow.state == LedgerState.AWAITING_JUDGEMENT,
             LedgerRow.reason == "",
@@ -116,45 +128,77 @@ def claim_unjudged(
         .limit(limit)
         .with_for_update(skip_locked=True)
     ).all()
-    if not ids:
+    if not rows:
         return []
+    ids = [row.rollout_id for row in rows]
     deadline = now + timedelta(seconds=lease_s)
     leases.take(conn, ids, LedgerState.IN_JUDGEMENT, owner, deadline)
-    return _evidence(conn, ids)
+    return _evidence(conn, {row.rollout_id: row.episode_id for row in rows})
 
 
 def _evidence(
-    conn: sa.Connection, ids: Sequence[str]
+    conn: sa.Connection, claimed: Mapping[str, str | None]
 ) -> list[tuple[Rollout, tuple[Feedback, ...]]]:
+    """Each claimed rollout (id -> its episode) with what was said of it.
+
+    Of one that is judged for its whole episode: what was said of any reply of the episode.
+    """
+    heard_by = {rollout_id: rollout_id for rollout_id in claimed}
+    if any(claimed.values()):
+        heard_by |= _whole_episodes(conn, claimed)
     said: dict[str, list[Feedback]] = defaultdict(list)
     for row in conn.execute(
         sa.select(FeedbackRow)
-        .where(FeedbackRow.rollout_id.in_(ids))
+        .where(FeedbackRow.rollout_id.in_(heard_by))
         .order_by(FeedbackRow.created_at, FeedbackRow.seq)
     ):
-        said[row.rollout_id].append(feedback_from(row))
+        said[heard_by[row.rollout_id]].append(feedback_from(row))
     rollouts = {
         row.id: rollout_from(row, LedgerState.IN_JUDGEMENT, "")
-        for row in conn.execute(sa.select(RolloutRow).where(RolloutRow.id.in_(ids)))
+        for row in conn.execute(
+            sa.select(RolloutRow, LedgerRow.episode_id)
+            .join(LedgerRow, LedgerRow.rollout_id == RolloutRow.id)
+            .where(RolloutRow.id.in_(claimed))
+        )
     }
-    return [(rollouts[rollout_id], tuple(said[rollout_id])) for rollout_id in ids]
+    return [(rollouts[rollout_id], tuple(said[rollout_id])) for rollout_id in claimed]
+
+
+def _whole_episodes(conn: sa.Connection, claimed: Collection[str]) -> dict[str, str]:
+    """Each reply of the episodes that one of the claimed is judged for -> that one."""
+    rows = conn.execute(
+        sa.select(LedgerRow.rollout_id, EpisodeRow.judged_id)
+        .join(EpisodeRow, EpisodeRow.id == LedgerRow.episode_id)
+        .where(
+            EpisodeRow.judged_id.in_(claimed),
+            EpisodeRow.id.in_(
+                sa.select(LedgerRow.episode_id).where(LedgerRow.rollout_id.in_(claimed))
+            ),
+        )
+    )
+    return {row.rollout_id: row.judged_id for row in rows}
 
 
 def record_judgement(conn: sa.Connection, now: datetime, judgement: Judgement, owner: str) -> None:
     """See `Store.record_judgement`."""
     ids = [judgement.rollout_id]
+    episode = episodes.lock_of(conn, judgement.rollout_id)
     (entry,) = leases.held(conn, ids, LedgerState.IN_JUDGEMENT, owner, now)
     rubric = conn.scalar(sa.select(RubricRow.id).where(RubricRow.id == judgement.rubric_id))
     if rubric is None:
         raise UnknownRecord(f"there is no rubric version {judgement.rubric_id[:64]}")
     inserted = conn.execute(sa.insert(JudgementRow), judgement_values(judgement))
     state, reason = after_judgement(judgement.state, judgement.reason, entry.feedback_came)
+    if episode is not None and state is LedgerState.JUDGED:
+        reason = WAITS_FOR_EPISODE
     counts: dict[str, int | None] = {}
     if judgement.state is JudgementState.SCORED:
         counts = {"judgement_seq": new_key(inserted)}
     elif judgement.state is not JudgementState.ERROR:
         counts = {"judgement_seq": None}  # an earlier reward no longer stands
     leases.move(conn, ids, state, reason=reason, **counts)
+    if episode is not None:
+        episodes.judged(conn, episode, judgement, state)
 
 
 def postpone_judgement(
@@ -177,7 +221,10 @@ def list_judgements(conn: sa.Connection, rollout_id: str) -> list[Judgement]:
 
 
 def reward_stats(conn: sa.Connection, since: datetime | None) -> RewardStats:
-    """See `Store.reward_stats`; each reply once, with the judgement that counts."""
+    """See `Store.reward_stats`; each reply once, with the judgement that counts.
+
+    A reward that its episode passed on to a reply is the verdict on another, and not counted again.
+    """
     query = sa.select(sa.func.count(), sa.func.avg(JudgementRow.reward)).join_from(
         JudgementRow,
         LedgerRow,
@@ -186,6 +233,7 @@ def reward_stats(conn: sa.Connection, since: datetime | None) -> RewardStats:
             LedgerRow.judgement_seq == JudgementRow.seq,
         ),
     )
+    query = query.where(JudgementRow.judge != EPISODE_JUDGE)
     if since is not None:
         query = query.where(JudgementRow.created_at > since)
     count, mean = conn.execute(query).one()

@@ -12,22 +12,26 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from online_sao.errors import LeaseLost, UnknownRecord, VersionConflict
+from online_sao.errors import EpisodeClosed, LeaseLost, UnknownRecord, VersionConflict
+from online_sao.store.batches import Assembly, ClaimRules, Refused, Unit
+from online_sao.store.judging import same_rubric
 from online_sao.store.learning import check_update
 from online_sao.store.ledger import check_members
 from online_sao.store.memory_entry import Entry, in_float32, prune, trajectory_of
+from online_sao.store.memory_episodes import EpisodeEntry
 from online_sao.store.rows import same_feedback
 from online_sao.store.states import (
     BASE_VERSION,
+    EPISODE_JUDGE,
     FINISHED,
     LEASE_STATES,
     MEMBER_STATES,
     REWARDED,
     SERVABLE,
+    WAITS_FOR_EPISODE,
     after_completion,
     after_judgement,
     after_lease,
-    discard_reason,
     feedback_receipt,
     lineage,
 )
@@ -35,6 +39,8 @@ from online_sao.types import (
     JSON,
     RUBRIC_PREFIX,
     Alarm,
+    Episode,
+    EpisodeRewards,
     Feedback,
     FeedbackReceipt,
     Judgement,
@@ -66,6 +72,7 @@ class MemoryStore:
         self._clock = clock
         self._requests = 0
         self._entries: dict[str, Entry] = {}
+        self._episodes: dict[str, EpisodeEntry] = {}
         self._feedback: dict[str, list[Feedback]] = {}
         self._judgements: dict[str, list[Judgement]] = {}
         self._rubrics: list[RubricVersion] = []
@@ -85,10 +92,17 @@ class MemoryStore:
     # -- serving ---------------------------------------------------------------------------
 
     async def insert_rollout(self, request: RolloutRequest) -> None:
-        """State `in_flight`; VersionConflict if the id is taken."""
+        """State `in_flight`; VersionConflict, or what forbids to join its episode."""
         if request.id in self._entries:
             raise VersionConflict(f"there is a rollout {request.id} already")
-        self._entries[request.id] = Entry(request)
+        entry = Entry(request)
+        if request.episode_id is not None:
+            episode = self._episode(request.episode_id)
+            if episode.closed_at is not None:
+                raise EpisodeClosed(f"the episode {request.episode_id[:64]} is closed")
+            episode.entries.append(entry)
+            episode.last_active_at = self._clock()
+        self._entries[request.id] = entry
         self._requests += 1
 
     async def complete_rollout(self, completion: RolloutCompletion) -> None:
@@ -97,7 +111,14 @@ class MemoryStore:
         if entry.state is not LedgerState.IN_FLIGHT:
             raise VersionConflict(f"{completion.rollout_id} is complete already")
         entry.completion = completion
-        entry.move(*after_completion(completion))
+        state, reason = after_completion(completion)
+        episode = self._episode_of(entry)
+        if episode is not None and state is LedgerState.AWAITING_JUDGEMENT:
+            reason = WAITS_FOR_EPISODE
+        entry.move(state, reason)
+        if episode is not None:
+            episode.last_active_at = self._clock()
+            episode.settle(self._active_rewards())
 
     async def fail_orphans(self, started_before: datetime, error: str) -> int:
         """What a dead process left in flight -> `failed`, its end recorded as now."""
@@ -125,7 +146,10 @@ class MemoryStore:
                 raise VersionConflict("this client id was used for other feedback")
         said.append(feedback)
         receipt = feedback_receipt(entry.state)
-        if entry.state in (LedgerState.AWAITING_JUDGEMENT, LedgerState.JUDGED):
+        episode = self._episode_of(entry)
+        if episode is not None:
+            episode.hear(feedback.rollout_id)
+        elif entry.state in (LedgerState.AWAITING_JUDGEMENT, LedgerState.JUDGED):
             entry.move(LedgerState.AWAITING_JUDGEMENT)
         elif entry.state in LEASE_STATES:
             entry.feedback_came = True
@@ -135,21 +159,63 @@ class MemoryStore:
         """Oldest first."""
         return sorted(self._feedback.get(rollout_id, []), key=lambda said: said.created_at)
 
+    # -- episodes --------------------------------------------------------------------------
+
+    async def open_episode(self, episode_id: str) -> Episode:
+        """VersionConflict if the id is taken."""
+        if episode_id in self._episodes:
+            raise VersionConflict(f"there is an episode {episode_id} already")
+        now = self._clock()
+        self._episodes[episode_id] = EpisodeEntry(episode_id, now, now)
+        return self._episodes[episode_id].record
+
+    async def get_episode(self, episode_id: str) -> Episode:
+        """Raises UnknownRecord."""
+        return self._episode(episode_id).record
+
+    async def close_episode(self, episode_id: str) -> Episode:
+        """Again and again the same; raises UnknownRecord."""
+        episode = self._episode(episode_id)
+        if episode.closed_at is None:
+            episode.closed_at = self._clock()
+            episode.settle(self._active_rewards())
+        return episode.record
+
+    async def close_idle_episodes(self, idle_s: float) -> int:
+        """None with a request in flight."""
+        before = self._clock() - timedelta(seconds=idle_s)
+        idle = [
+            episode.id
+            for episode in self._episodes.values()
+            if episode.closed_at is None
+            and episode.last_active_at <= before
+            and not episode.members(LedgerState.IN_FLIGHT)
+        ]
+        for episode_id in idle:
+            await self.close_episode(episode_id)
+        return len(idle)
+
     # -- judging ---------------------------------------------------------------------------
 
     async def put_rubric(
-        self, name: str, judge: str, criteria: JSON, *, message: str = "", author: str = ""
+        self,
+        name: str,
+        judge: str,
+        criteria: JSON,
+        *,
+        message: str = "",
+        author: str = "",
+        episodes: EpisodeRewards = EpisodeRewards.ONE,
     ) -> RubricVersion:
         """Append and activate, unless the active version says the same."""
         criteria = json.loads(json.dumps(criteria))
         if self._rubrics:
             active = self._rubrics[-1]
-            if (active.name, active.judge, active.criteria) == (name, judge, criteria):
+            if same_rubric(active, name, judge, criteria, episodes):
                 return active
         number = 1 + sum(rubric.name == name for rubric in self._rubrics)
-        rubric = RubricVersion(
-            new_id(RUBRIC_PREFIX), name, number, judge, criteria, self._clock(), message, author
-        )
+        made = (new_id(RUBRIC_PREFIX), name, number, judge, criteria, self._clock())
+        rubric = RubricVersion(*made, message, author, episodes)
         self._rubrics.append(rubric)
         return rubric
 
@@ -169,13 +235,11 @@ class MemoryStore:
         ready = [
             entry
             for entry in self._in(LedgerState.AWAITING_JUDGEMENT)
-            if entry.not_before is None or entry.not_before <= now
+            if not entry.reason and (entry.not_before is None or entry.not_before <= now)
         ][:limit]
         for entry in ready:
             entry.lease(LedgerState.IN_JUDGEMENT, owner, now + timedelta(seconds=lease_s))
-        return [
-            (entry.rollout, tuple(await self.list_feedback(entry.request.id))) for entry in ready
-        ]
+        return [(entry.rollout, self._heard(entry)) for entry in ready]
 
     async def record_judgement(self, judgement: Judgement, owner: str) -> None:
         """Raises LeaseLost, UnknownRecord (rubric version), VersionConflict (id taken)."""
@@ -184,12 +248,18 @@ class MemoryStore:
             raise UnknownRecord(f"there is no rubric version {judgement.rubric_id}")
         if any(judgement.id == j.id for told in self._judgements.values() for j in told):
             raise VersionConflict(f"there is a judgement {judgement.id} already")
-        self._judgements.setdefault(judgement.rollout_id, []).append(judgement)
+        self._append_judgement(judgement)
         if judgement.state is JudgementState.SCORED:
             entry.judgement = judgement
         elif judgement.state is not JudgementState.ERROR:
             entry.judgement = None
-        entry.move(*after_judgement(judgement.state, judgement.reason, entry.feedback_came))
+        state, reason = after_judgement(judgement.state, judgement.reason, entry.feedback_came)
+        episode = self._episode_of(entry)
+        if episode is not None and state is LedgerState.JUDGED:
+            reason = WAITS_FOR_EPISODE
+        entry.move(state, reason)
+        if episode is not None:
+            episode.judged(judgement, state, self._append_judgement)
 
     async def postpone_judgement(self, rollout_id: str, owner: str, until: datetime) -> None:
         """Raises LeaseLost."""
@@ -202,12 +272,13 @@ class MemoryStore:
         return list(self._judgements.get(rollout_id, []))
 
     async def reward_stats(self, since: datetime | None = None) -> RewardStats:
-        """Each reply counts once, with its latest score."""
+        """Each reply that was looked at counts once, with its latest score."""
         rewards = [
             entry.judgement.reward
             for entry in self._entries.values()
             if entry.judgement is not None
             and entry.judgement.reward is not None
+            and entry.judgement.judge != EPISODE_JUDGE
             and (since is None or entry.judgement.created_at > since)
         ]
         return RewardStats(len(rewards), sum(rewards) / len(rewards) if rewards else None)
@@ -228,29 +299,22 @@ class MemoryStore:
         now = self._clock()
         self._recover(now)
         self._losers.discard(owner)
-        steps = self._lineage()
-        chosen: list[tuple[Entry, Trajectory]] = []
+        rules = ClaimRules(size, max_lag, max_train_tokens, skip_cut)
+        assembly = Assembly(size)
         for entry in self._in(LedgerState.JUDGED):
-            if len(chosen) == size:
+            if assembly.full:
                 break
-            trajectory = trajectory_of(entry, steps)
-            reason = discard_reason(
-                lag=None if trajectory is None else trajectory.lag,
-                tokens=0 if trajectory is None else len(trajectory.token_ids),
-                cut=trajectory is not None and trajectory.cut,
-                max_lag=max_lag,
-                max_train_tokens=max_train_tokens,
-                skip_cut=skip_cut,
-            )
-            if reason is not None:
-                entry.move(LedgerState.DISCARDED, reason.value)
-            elif trajectory is not None:
-                chosen.append((entry, trajectory))
-        if len(chosen) < size:
-            return []
-        for entry, _ in chosen:
-            entry.lease(LedgerState.LEASED, owner, now + timedelta(seconds=lease_s))
-        return [trajectory for _, trajectory in chosen]
+            found = self._unit(entry, rules)
+            if isinstance(found, Refused):
+                for rollout_id in found.rollout_ids:
+                    self._entries[rollout_id].move(LedgerState.DISCARDED, found.reason.value)
+            elif found is not None:
+                assembly.offer(found)
+        units = assembly.batch()
+        for rollout_id in (rollout_id for unit in units for rollout_id in unit.rollout_ids):
+            deadline = now + timedelta(seconds=lease_s)
+            self._entries[rollout_id].lease(LedgerState.LEASED, owner, deadline)
+        return [trajectory for unit in units for trajectory in unit.trajectories]
 
     async def renew_lease(self, owner: str, lease_s: float) -> None:
         """Raises LeaseLost, until `owner` claims or releases, if anything was taken."""
@@ -414,6 +478,42 @@ class MemoryStore:
         if rollout_id not in self._entries:
             raise UnknownRecord(f"there is no rollout {rollout_id[:64]}")
         return self._entries[rollout_id]
+
+    def _episode(self, episode_id: str) -> EpisodeEntry:
+        if episode_id not in self._episodes:
+            raise UnknownRecord(f"there is no episode {episode_id[:64]}")
+        return self._episodes[episode_id]
+
+    def _episode_of(self, entry: Entry) -> EpisodeEntry | None:
+        episode_id = entry.request.episode_id
+        return None if episode_id is None else self._episodes[episode_id]
+
+    def _active_rewards(self) -> EpisodeRewards:
+        return self._rubrics[-1].episodes if self._rubrics else EpisodeRewards.ONE
+
+    def _append_judgement(self, judgement: Judgement) -> None:
+        self._judgements.setdefault(judgement.rollout_id, []).append(judgement)
+
+    def _heard(self, entry: Entry) -> tuple[Feedback, ...]:
+        """What was said of the reply, or of all of the episode that it is judged for."""
+        episode, ids = self._episode_of(entry), [entry.request.id]
+        if episode is not None and episode.judged_id == entry.request.id:
+            ids = [member.request.id for member in episode.entries]
+        said = [feedback for rollout_id in ids for feedback in self._feedback.get(rollout_id, [])]
+        return tuple(sorted(said, key=lambda feedback: feedback.created_at))
+
+    def _unit(self, entry: Entry, rules: ClaimRules) -> Unit | Refused | None:
+        """What a claim makes of a judged entry; None for an episode that is not ready, and for
+        all of its entries but the one that stands for it."""
+        ids, steps = (entry.request.id,), self._lineage()
+        episode = self._episode_of(entry)
+        if episode is not None:
+            return episode.unit(steps, rules) if episode.head_id == entry.request.id else None
+        found = trajectory_of(entry, steps)
+        if not isinstance(found, Trajectory):
+            return Refused(ids, found)
+        reason = rules.refuses(found)
+        return Unit(ids, (found,)) if reason is None else Refused(ids, reason)
 
     def _in(self, *states: LedgerState) -> list[Entry]:
         """Entries in these states, oldest first."""

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from online_sao.errors import TrajectoryRefused
 from online_sao.store.columns import pack, unpack
 from online_sao.store.rows import why_pruned
 from online_sao.store.states import lag_of
 from online_sao.types import (
+    DiscardReason,
     Judgement,
     LedgerState,
     Rollout,
@@ -54,16 +56,20 @@ class Entry:
         self.owner, self.deadline = owner, deadline
 
 
-def trajectory_of(entry: Entry, steps: Mapping[int, int]) -> Trajectory | None:
-    """The entry's trajectory; None if its weights lie off the lineage."""
+def trajectory_of(entry: Entry, steps: Mapping[int, int]) -> Trajectory | DiscardReason:
+    """A judged entry's trajectory, or why there is none."""
     completion, judgement = entry.completion, entry.judgement
-    if completion is None or judgement is None or judgement.reward is None:
-        return None
+    assert completion is not None, "only complete rollouts are judged"
+    assert judgement is not None, "a judged rollout has a judgement"
+    assert judgement.reward is not None, "which is a scored one"
     spans = [(span.version, span.start, span.end) for span in completion.version_spans]
     lag = lag_of(spans, steps)
     if lag is None:
-        return None
-    return Trajectory.from_rollout(entry.request, completion, judgement.reward, lag)
+        return DiscardReason.STALE
+    try:
+        return Trajectory.from_rollout(entry.request, completion, judgement.reward, lag)
+    except TrajectoryRefused:
+        return DiscardReason.MALFORMED
 
 
 def prune(entry: Entry) -> None:

@@ -131,7 +131,7 @@ def rollout_from(row: Row, state: LedgerState, reason: str) -> Rollout:
 
 
 def request_from(row: Row) -> RolloutRequest:
-    """The request in a row of `rollouts`; without its messages once pruned."""
+    """The request in a row of `rollouts` and its entry's episode; no messages once pruned."""
     return RolloutRequest(
         id=row.id,
         created_at=row.created_at,
@@ -141,6 +141,7 @@ def request_from(row: Row) -> RolloutRequest:
         user_hash=row.user_hash,
         stream=row.stream,
         train=row.train,
+        episode_id=row.episode_id,
     )
 
 

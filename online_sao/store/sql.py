@@ -8,13 +8,25 @@ from typing import Any, Concatenate, ParamSpec
 
 from sqlalchemy import Connection
 
-from online_sao.store import judging, learning, leases, operation, policies, serving
+from online_sao.store import (
+    claims,
+    episodes,
+    judging,
+    learning,
+    leases,
+    operation,
+    policies,
+    serving,
+)
+from online_sao.store.batches import ClaimRules
 from online_sao.store.connect import T, connect
 from online_sao.store.ledger import read_ledger
 from online_sao.store.migrate import check_revision
 from online_sao.types import (
     JSON,
     Alarm,
+    Episode,
+    EpisodeRewards,
     Feedback,
     FeedbackReceipt,
     Judgement,
@@ -67,12 +79,15 @@ class SqlStore:
     # -- serving ---------------------------------------------------------------------------
 
     async def insert_rollout(self, request: RolloutRequest) -> None:
-        """State `in_flight`; VersionConflict if the id is taken."""
-        await self._write(serving.insert_rollout, request)
+        """State `in_flight`; VersionConflict if the id is taken.
+
+        Raises UnknownRecord and EpisodeClosed for the episode it is to join.
+        """
+        await self._write(serving.insert_rollout, self._clock(), request)
 
     async def complete_rollout(self, completion: RolloutCompletion) -> None:
         """Record the end, once (VersionConflict the second time, UnknownRecord)."""
-        await self._write(serving.complete_rollout, completion)
+        await self._write(serving.complete_rollout, self._clock(), completion)
 
     async def fail_orphans(self, started_before: datetime, error: str) -> int:
         """What a dead process left in flight -> `failed`, its end recorded as now."""
@@ -93,14 +108,42 @@ class SqlStore:
         """Oldest first."""
         return await self._read(serving.list_feedback, rollout_id)
 
+    # -- episodes --------------------------------------------------------------------------
+
+    async def open_episode(self, episode_id: str) -> Episode:
+        """VersionConflict if the id is taken."""
+        return await self._write(episodes.open_episode, self._clock(), episode_id)
+
+    async def get_episode(self, episode_id: str) -> Episode:
+        """Raises UnknownRecord."""
+        return await self._read(episodes.get_episode, episode_id)
+
+    async def close_episode(self, episode_id: str) -> Episode:
+        """Again and again the same; raises UnknownRecord."""
+        return await self._write(episodes.close_episode, self._clock(), episode_id)
+
+    async def close_idle_episodes(self, idle_s: float) -> int:
+        """In several transactions, so that serving never waits for one long one."""
+        closed = 0
+        while some := await self._write(episodes.close_idle, self._clock(), idle_s):
+            closed += some
+        return closed
+
     # -- judging ---------------------------------------------------------------------------
 
     async def put_rubric(
-        self, name: str, judge: str, criteria: JSON, *, message: str = "", author: str = ""
+        self,
+        name: str,
+        judge: str,
+        criteria: JSON,
+        *,
+        message: str = "",
+        author: str = "",
+        episodes: EpisodeRewards = EpisodeRewards.ONE,
     ) -> RubricVersion:
         """Append and activate, unless the active version says the same."""
         return await self._write(
-            judging.put_rubric, self._clock(), name, judge, criteria, message, author
+            judging.put_rubric, self._clock(), name, judge, criteria, message, author, episodes
         )
 
     async def active_rubric(self) -> RubricVersion:
@@ -126,7 +169,7 @@ class SqlStore:
         return await self._read(judging.list_judgements, rollout_id)
 
     async def reward_stats(self, since: datetime | None = None) -> RewardStats:
-        """Each reply counts once, with its latest score."""
+        """Each reply that was looked at counts once, with its latest score."""
         return await self._read(judging.reward_stats, since)
 
     # -- learning --------------------------------------------------------------------------
@@ -142,8 +185,8 @@ class SqlStore:
         skip_cut: bool,
     ) -> list[Trajectory]:
         """Exactly `size`, oldest first, or none; discards are kept either way."""
-        rules = learning.ClaimRules(size, max_lag, max_train_tokens, skip_cut)
-        return await self._write(learning.claim_trajectories, self._clock(), owner, lease_s, rules)
+        rules = ClaimRules(size, max_lag, max_train_tokens, skip_cut)
+        return await self._write(claims.claim_trajectories, self._clock(), owner, lease_s, rules)
 
     async def renew_lease(self, owner: str, lease_s: float) -> None:
         """Raises LeaseLost, until `owner` claims or releases, if anything was taken."""

@@ -3,18 +3,27 @@
 in_flight -> failed | not_trainable | awaiting_judgement
 awaiting_judgement -> in_judgement (lease) -> judged | unscorable | expired | back
 judged -> leased (lease) -> trained | critic_only | discarded | back
-judged -> discarded (stale, too_long, cut);  judged -> awaiting_judgement (feedback came)
+judged -> discarded (stale, too_long, cut, malformed)
+judged -> awaiting_judgement (feedback came)
+
+A reply of a tool episode that awaits judgement, or is judged, has the reason `episode` while it
+waits for the others: it is claimed by no judge before the episode has ended, and by no learner
+before each of its replies is settled. Ended: closed, and no request in flight.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 from online_sao.types import (
+    JUDGEMENT_PREFIX,
     DiscardReason,
+    EpisodeRewards,
     FeedbackReceipt,
+    Judgement,
     JudgementState,
     LedgerState,
     NotTrainable,
@@ -22,6 +31,7 @@ from online_sao.types import (
     RolloutCompletion,
     UpdateKind,
     VersionState,
+    new_id,
 )
 
 BASE_VERSION = 0
@@ -61,6 +71,19 @@ MEMBER_STATES: Mapping[UpdateKind, tuple[LedgerState, str]] = {
 }
 """Where an update of this kind leaves its rollouts, and with which reason."""
 
+WAITS_FOR_EPISODE = "episode"
+"""The reason of a reply that awaits judgement, or is judged, and waits for its episode's others;
+also of one that ended unscorable or expired because its episode did."""
+
+UNSETTLED = (LedgerState.IN_FLIGHT, LedgerState.AWAITING_JUDGEMENT, LedgerState.IN_JUDGEMENT)
+"""An episode with a reply in one of these is not ready for the learner."""
+
+FOLLOWERS = (LedgerState.AWAITING_JUDGEMENT, LedgerState.JUDGED)
+"""Where an episode's other replies can be when its verdict comes."""
+
+EPISODE_JUDGE = "episode"
+"""The judge named in a judgement that only passes an episode's verdict on."""
+
 LOST_LEASES_KEPT = timedelta(days=1)
 """How long an owner that never asks again is remembered as having lost something."""
 
@@ -94,6 +117,35 @@ def after_judgement(
     if judged is JudgementState.EXPIRED:
         return LedgerState.EXPIRED, word
     return LedgerState.UNSCORABLE, word
+
+
+def passed_on(judgement: Judgement, rollout_id: str) -> Judgement:
+    """The verdict on an episode as the judgement of another reply of it."""
+    said = "the reward of its episode" if judgement.reward is not None else "as its episode"
+    return replace(
+        judgement,
+        id=new_id(JUDGEMENT_PREFIX),
+        rollout_id=rollout_id,
+        judge=EPISODE_JUDGE,
+        reason=f"{said}: {judgement.id} on {judgement.rollout_id}",
+        latency_s=0.0,
+        attempts=1,
+    )
+
+
+def to_judge(awaiting: Sequence[str], rewards: EpisodeRewards) -> tuple[Sequence[str], str | None]:
+    """Who of an ended episode's waiting replies (oldest first) is judged, and for whom.
+
+    Returns their ids, and the id of the one whose verdict is the whole episode's.
+    """
+    if rewards is EpisodeRewards.EACH or not awaiting:
+        return awaiting, None
+    return awaiting[-1:], awaiting[-1]
+
+
+def is_settled(states: Collection[LedgerState]) -> bool:
+    """Whether an ended episode's replies wait for nothing but the learner."""
+    return not any(state in UNSETTLED for state in states)
 
 
 def after_lease(state: LedgerState, feedback_came: bool) -> LedgerState:

@@ -1,5 +1,6 @@
 """The schema. One ledger entry per request, ever; everything else hangs off it.
 
+    episodes -- ledger_entries            declared tool episodes; most entries belong to none
     ledger_entries -- rollouts            what was asked and answered; once each, then never edited
                    -- feedback            append-only
                    -- judgements          append-only; each names its rubric version
@@ -22,6 +23,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from online_sao.store.columns import AnyText, JsonText, PackedNumbers, UtcDateTime, Word
 from online_sao.types import (
+    EpisodeRewards,
     JudgementState,
     LedgerState,
     NotTrainable,
@@ -52,6 +54,31 @@ class Base(DeclarativeBase):
     )
 
 
+class EpisodeRow(Base):
+    """A declared tool episode. Whoever changes where a member stands locks this row first."""
+
+    __tablename__ = "episodes"
+    __table_args__ = (
+        sa.Index(
+            "ix_episodes_open",
+            "last_active_at",
+            sqlite_where=sa.text("closed_at IS NULL"),
+            postgresql_where=sa.text("closed_at IS NULL"),
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(AnyText, primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    last_active_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    closed_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    rewards: Mapped[EpisodeRewards | None] = mapped_column(Word(EpisodeRewards))
+    """Who is judged; NULL until it has ended (closed, and no request in flight)."""
+    judged_id: Mapped[str | None] = mapped_column(AnyText)
+    """The member whose verdict is the episode's; NULL where each has its own."""
+    head_id: Mapped[str | None] = mapped_column(AnyText)
+    """The judged member by which claims find it; the others are taken along. Set when ready."""
+
+
 class LedgerRow(Base):
     """Where one request stands."""
 
@@ -60,6 +87,13 @@ class LedgerRow(Base):
         # Serves the claims (state, reason "", oldest first) and the counts by state and reason
         # without touching the table: one index, because each one costs at every transition.
         sa.Index(None, "state", "reason", "created_at", "rollout_id"),
+        # Partial, so that replies without an episode pay nothing for it.
+        sa.Index(
+            "ix_ledger_entries_episode",
+            "episode_id",
+            sqlite_where=sa.text("episode_id IS NOT NULL"),
+            postgresql_where=sa.text("episode_id IS NOT NULL"),
+        ),
     )
 
     rollout_id: Mapped[str] = mapped_column(AnyText, primary_key=True)
@@ -75,6 +109,8 @@ class LedgerRow(Base):
     """While a lease was out on it: the judge has not seen that feedback."""
     judgement_seq: Mapped[int | None] = mapped_column(_SEQUENCE)
     """The scored judgement whose reward counts. No foreign key, which would be circular."""
+    episode_id: Mapped[str | None] = mapped_column(AnyText, sa.ForeignKey(EpisodeRow.id))
+    """Never changes. In the ledger and not in the record: it decides where the entry may go."""
 
 
 class RolloutRow(Base):
@@ -159,6 +195,7 @@ class RubricRow(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     message: Mapped[str] = mapped_column(AnyText)
     author: Mapped[str] = mapped_column(AnyText)
+    episodes: Mapped[EpisodeRewards] = mapped_column(Word(EpisodeRewards))
 
 
 class RubricLabelRow(Base):

@@ -69,10 +69,11 @@ def _cases() -> list[tuple[str, Judge, JSON]]:
         ("a user's own", LengthJudge(), {"style": 1}),
     ]
     for name in shipped_rubrics():
-        _, judge_name, criteria = load_rubric(name)
-        cases.append((name, load_judge(judge_name), criteria))
-        if judge_name == "judges.feedback:FeedbackJudge":
-            cases.append((f"{name}, waiting", FeedbackJudge(clock=lambda: DONE), criteria))
+        rubric = load_rubric(name)
+        cases.append((name, load_judge(rubric.judge), rubric.criteria))
+        if rubric.judge == "judges.feedback:FeedbackJudge":
+            waiting = FeedbackJudge(clock=lambda: DONE)
+            cases.append((f"{name}, waiting", waiting, rubric.criteria))
     return cases
 
 
@@ -193,8 +194,7 @@ def test_junk_criteria_are_listed_and_never_raised(judge: Judge, criteria: JSON,
 
 @pytest.mark.parametrize("name", shipped_rubrics())
 async def test_a_shipped_judge_refuses_unusable_criteria_instead_of_scoring(name: str) -> None:
-    _, judge_name, _ = load_rubric(name)
-    judge = load_judge(judge_name)
+    judge = load_judge(load_rubric(name).judge)
     broken = {"quality": {"max_words": "forty"}, "fallback": {"quality": {"max_words": "forty"}}}
     assert judge.check(broken)
     with pytest.raises(JudgeError):
@@ -215,11 +215,11 @@ async def test_the_readme_s_judge_works_as_written(
     )
     monkeypatch.syspath_prepend(tmp_path)
 
-    name, judge_name, criteria = load_rubric(tmp_path / "ahoy.toml")
-    judge = load_judge(judge_name)
-    assert (name, criteria) == ("ahoy", {"greeting": "Ahoy"})
+    read = load_rubric(tmp_path / "ahoy.toml")
+    judge = load_judge(read.judge)
+    assert (read.name, read.criteria) == ("ahoy", {"greeting": "Ahoy"})
     assert judge.check({}) == ["greeting must be a text that is not empty"]
-    rubric = make_rubric(criteria)
+    rubric = make_rubric(read.criteria)
     rewards = {}
     for reply in ("Ahoy, friend!", "Hello.", "AHOY!"):
         verdict = await judge.judge(make_evidence(reply, (), "stop"), rubric)

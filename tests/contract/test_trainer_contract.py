@@ -55,7 +55,7 @@ def real(folder: Path, dtype: str) -> Subject:
         return SaoTrainer(AlgorithmSettings(), settings, base)
 
     def spoil(trajectories: list[Trajectory]) -> list[Trajectory]:
-        return [replace(t, reward=float("inf")) for t in trajectories]
+        return [replace(t, temperature=float("nan")) for t in trajectories]
 
     return Subject(make, base, sampled(base, 6), make, spoil)
 

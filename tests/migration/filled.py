@@ -55,6 +55,18 @@ def fill_0001(connection: sa.Connection) -> None:
         connection.exec_driver_sql(_spelled(row, connection.dialect.name))
 
 
+def fill_0002(connection: sa.Connection) -> None:
+    """The same, the trained rollout in a closed tool episode."""
+    fill_0001(connection)
+    rows = [
+        "INSERT INTO episodes (id, created_at, last_active_at, closed_at, rewards, judged_id, "
+        f"head_id) VALUES ('ep_1', '{WHEN}', '{WHEN}', '{WHEN}', 'one', 'r1', 'r1')",
+        "UPDATE ledger_entries SET episode_id = 'ep_1' WHERE rollout_id = 'r1'",
+    ]
+    for row in rows:
+        connection.exec_driver_sql(_spelled(row, connection.dialect.name))
+
+
 def _spelled(statement: str, dialect: str) -> str:
     """`{0102}` as the dialect writes two bytes; times with their zone on PostgreSQL."""
     quote = "x'" if dialect == "sqlite" else "'\\x"
@@ -62,4 +74,4 @@ def _spelled(statement: str, dialect: str) -> str:
     return statement.replace(WHEN, WHEN + "+00") if dialect == "postgresql" else statement
 
 
-FILLINGS = {"0001": fill_0001}
+FILLINGS = {"0001": fill_0001, "0002": fill_0002}

@@ -351,8 +351,8 @@ async def test_unscorable_and_expired_verdicts_carry_no_reward(store: MemoryStor
 
 
 async def test_a_thumb_ends_the_wait_and_no_thumb_expires_the_reply(store: MemoryStore) -> None:
-    name, judge, criteria = load_rubric("thumbs")
-    await store.put_rubric(name, judge, criteria)
+    rubric = load_rubric("thumbs")
+    await store.put_rubric(rubric.name, rubric.judge, rubric.criteria)
     rated, silent = await serve(store, 2)
     worker = JudgingWorker(store, JudgingSettings(feedback_wait_s=0.8), owner="judge-1")
     async with running(worker):
@@ -574,7 +574,7 @@ def test_the_breaker_opens_at_the_fifth_failure_in_a_row_and_one_success_closes_
 
 
 def test_the_shipped_judges_can_be_loaded_by_the_worker_s_default() -> None:
-    assert isinstance(load_judge(load_rubric("brief")[1]), Judge)
+    assert isinstance(load_judge(load_rubric("brief").judge), Judge)
 
 
 async def _is(value: Awaitable[Any], expected: object) -> bool:

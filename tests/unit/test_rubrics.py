@@ -9,6 +9,7 @@ import pytest
 from online_sao.errors import ConfigError
 from online_sao.interfaces import Judge
 from online_sao.rubrics import RubricFile, load_judge, load_rubric, read_rubric, shipped_rubrics
+from online_sao.types import EpisodeRewards
 
 GOOD = """
 name = "mine"
@@ -27,21 +28,22 @@ def write(folder: Path, text: str) -> Path:
 
 def test_the_shipped_rubrics_are_these_and_each_can_be_loaded() -> None:
     assert shipped_rubrics() == ["brief", "thumb_or_rules", "thumbs"]
-    assert [load_rubric(name)[0] for name in shipped_rubrics()] == shipped_rubrics()
+    assert [load_rubric(name).name for name in shipped_rubrics()] == shipped_rubrics()
 
 
 def test_brief_rewards_a_finished_answer_of_at_most_40_words() -> None:
-    assert load_rubric("brief") == (
+    assert load_rubric("brief") == RubricFile(
         "brief",
         "judges.rules:RulesJudge",
         {"quality": {"finished": True, "max_words": 40}},
+        "a finished answer of at most 40 words",
     )
 
 
 def test_the_default_asks_for_a_thumb_and_falls_back_to_rules() -> None:
-    name, judge, criteria = load_rubric("thumb_or_rules")
-    assert (name, judge) == ("thumb_or_rules", "judges.feedback:FeedbackJudge")
-    quality = criteria["fallback"]["quality"]
+    rubric = load_rubric("thumb_or_rules")
+    assert (rubric.name, rubric.judge) == ("thumb_or_rules", "judges.feedback:FeedbackJudge")
+    quality = rubric.criteria["fallback"]["quality"]
     assert (quality["finished"], quality["min_words"], quality["max_words"]) == (True, 3, 80)
     assert 0 < quality["max_repetition"] < 1
 
@@ -49,17 +51,25 @@ def test_the_default_asks_for_a_thumb_and_falls_back_to_rules() -> None:
 def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     criteria = {"quality": {"max_words": 7}}
-    assert read_rubric(path) == RubricFile("mine", "judges.rules:RulesJudge", criteria, "why")
-    assert load_rubric(str(path)) == ("mine", "judges.rules:RulesJudge", criteria)
+    want = RubricFile("mine", "judges.rules:RulesJudge", criteria, "why")
+    assert read_rubric(path) == load_rubric(str(path)) == want
+    assert want.episodes is EpisodeRewards.ONE
+
+
+def test_a_rubric_may_want_each_reply_of_an_episode_judged(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD.replace('message = "why"', 'episodes = "each"'))
+    assert load_rubric(path).episodes is EpisodeRewards.EACH
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("name = ", "mine.toml is not valid TOML: Invalid value"),
+        ('episodes = "some"', "`episodes` must be one of one, each"),
+        ("episodes = 1", "`episodes` must be one of one, each"),
         ('name = "mine"', "`judge` must be a text that is not empty"),
         ('name = 3\njudge = "a:B"', "`name` must be a text that is not empty"),
-        (f"colour = 1{GOOD}", "unknown key `colour` (there are name, judge, message, criteria)"),
+        (f"colour = 1{GOOD}", "unknown key `colour` (there are name, judge, message, episodes, criteria)"),
         ('name = "m"\njudge = "a:B"\nmessage = 1', "`message` must be a text"),
         ('name = "m"\njudge = "a:B"\ncriteria = 1', "`criteria` must be a table"),
         (f"{GOOD}since = 2026-01-01", "`criteria` holds what JSON cannot"),

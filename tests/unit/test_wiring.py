@@ -182,9 +182,9 @@ def test_trainer_is_the_scripted_one_for_the_scripted_engine_alone(
 
 
 def test_rubric_is_the_configured_one(tmp_path: Path) -> None:
-    name, judge, _ = wiring.load_rubric(made(tmp_path))
-    assert name == "thumb_or_rules"
-    assert judge.startswith("judges.")
+    rubric = wiring.load_rubric(made(tmp_path))
+    assert rubric.name == "thumb_or_rules"
+    assert rubric.judge.startswith("judges.")
     with pytest.raises(ConfigError, match="no-such-rubric"):
         wiring.load_rubric(made(tmp_path, judging={"rubric": "no-such-rubric"}))
 
