@@ -20,6 +20,7 @@ from online_sao.gateway.admission import Admission
 from online_sao.gateway.auth import Keys
 from online_sao.gateway.chat import chat_route
 from online_sao.gateway.door import Door
+from online_sao.gateway.episodes import episodes_router
 from online_sao.gateway.feedback import feedback_router
 from online_sao.gateway.health import health_router
 from online_sao.gateway.later import Later
@@ -84,6 +85,6 @@ def create_app(*, engine: Engine, store: Store, settings: Settings, admin_key: s
     app.add_exception_handler(RequestValidationError, answer_validation_error)
     app.add_exception_handler(StoreError, answer_store_error)
     app.router.routes.append(chat_route(services))
-    for router in (models_router, feedback_router, health_router):
+    for router in (models_router, feedback_router, episodes_router, health_router):
         app.include_router(router(services))
     return app

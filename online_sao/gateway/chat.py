@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +20,8 @@ from online_sao.gateway.services import Services
 from online_sao.gateway.turn import Turn
 from online_sao.gateway.wire import ChatRequest, parse_chat
 from online_sao.types import ROLLOUT_PREFIX, RolloutRequest, new_id, utc_now
+
+T = TypeVar("T")
 
 SESSION_PREFIX = "sess_"
 _SESSION_CHARS = 128
@@ -46,18 +49,23 @@ class Options:
 
     session_id: str
     train: bool
+    episode_id: str | None = None
 
 
 def read_options(asked: ChatRequest, headers: Mapping[str, str]) -> Options:
-    """Session and opt-out, from wherever they stand. Raises ApiError 400 for two different values.
+    """Session, episode and opt-out, from wherever they stand. Raises ApiError 400 for two values.
 
-    Without a session id the chat is a session of its own.
+    Without a session id a tool episode's chats are one session, any other chat one of its own.
     """
-    sessions = [headers.get("x-session-id"), asked.sao.session_id, asked.metadata.get("session_id")]
-    said = {session for session in sessions if session is not None}
-    if len(said) > 1:
-        raise _conflict("session_id")
-    session = said.pop() if said else new_id(SESSION_PREFIX)
+    told = asked.metadata
+    episode = _said_once(
+        "episode_id", headers.get("x-episode-id"), asked.sao.episode_id, told.get("episode_id")
+    )
+    session = _said_once(
+        "session_id", headers.get("x-session-id"), asked.sao.session_id, told.get("session_id")
+    )
+    if session is None:
+        session = (episode or new_id(SESSION_PREFIX))[:_SESSION_CHARS]
     if not 0 < len(session) <= _SESSION_CHARS:
         raise ApiError(
             400,
@@ -68,12 +76,18 @@ def read_options(asked: ChatRequest, headers: Mapping[str, str]) -> Options:
     wishes = [
         _flag(headers.get("x-sao-train"), "X-SAO-Train"),
         asked.sao.train,
-        _flag(asked.metadata.get("train"), "metadata.train"),
+        _flag(told.get("train"), "metadata.train"),
     ]
-    wanted = {wish for wish in wishes if wish is not None}
-    if len(wanted) > 1:
-        raise _conflict("train")
-    return Options(session_id=session, train=wanted.pop() if wanted else True)
+    return Options(session, train=_said_once("train", *wishes) is not False, episode_id=episode)
+
+
+def _said_once(name: str, *values: T | None) -> T | None:
+    """The one value that was given, however often. Raises ApiError 400 for different ones."""
+    said = {value for value in values if value is not None}
+    if len(said) > 1:
+        message = f"`{name}` is given twice (header, `sao`, `metadata`), with different values."
+        raise ApiError(400, "conflicting_parameters", message, param=name)
+    return said.pop() if said else None
 
 
 def _flag(text: str | None, name: str) -> bool | None:
@@ -82,11 +96,6 @@ def _flag(text: str | None, name: str) -> bool | None:
     if text.lower() not in ("true", "false"):
         raise ApiError(400, "invalid_value", f"`{name}` is `true` or `false`.", param=name)
     return text.lower() == "true"
-
-
-def _conflict(name: str) -> ApiError:
-    message = f"`{name}` is given twice (header, `sao`, `metadata`), with different values."
-    return ApiError(400, "conflicting_parameters", message, param=name)
 
 
 def _check_against_settings(asked: ChatRequest, services: Services) -> None:
@@ -163,6 +172,7 @@ class ChatReply(Response):
             user_hash=self._services.keys.user_hash(asked.user),
             stream=asked.stream,
             train=options.train,
+            episode_id=options.episode_id,
         )
 
 

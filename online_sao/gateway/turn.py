@@ -13,10 +13,12 @@ from online_sao.errors import (
     DatabaseUnavailable,
     EngineError,
     EngineUnavailable,
+    EpisodeClosed,
     StoreError,
     UnknownRecord,
     VersionConflict,
 )
+from online_sao.gateway.episodes import closed_episode, unknown_episode
 from online_sao.gateway.later import uninterrupted
 from online_sao.gateway.problems import ApiError, error_word, from_below
 from online_sao.gateway.record import ReplyRecord
@@ -104,7 +106,7 @@ class Turn:
 
     async def _open(self) -> RenderedPrompt:
         """Insert the row and render the prompt, side by side; nothing is generated before both."""
-        insert = asyncio.ensure_future(self._services.store.insert_rollout(self.record.row()))
+        insert = asyncio.ensure_future(self._insert())
         try:
             return await self._render()
         finally:
@@ -112,6 +114,16 @@ class Turn:
                 await uninterrupted(insert)
             finally:
                 self._has_row = insert.exception() is None
+
+    async def _insert(self) -> None:
+        """The row. Raises ApiError 404 or 409 where there is no open episode of that id."""
+        row = self.record.row()
+        try:
+            await self._services.store.insert_rollout(row)
+        except UnknownRecord:
+            raise unknown_episode(row.episode_id or "") from None
+        except EpisodeClosed:
+            raise closed_episode(row.episode_id or "") from None
 
     async def _render(self) -> RenderedPrompt:
         """The prompt's ids, with room for the reply. Raises ApiError or EngineError."""

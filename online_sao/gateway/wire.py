@@ -118,6 +118,7 @@ class WireSao(Wire):
     """Our own extension of the request."""
 
     session_id: ShortText | None = None
+    episode_id: ShortText | None = None
     train: bool | None = None
 
 
@@ -245,3 +246,7 @@ class FeedbackRequest(Wire):
     comment: Annotated[str, StringConstraints(max_length=10_000)] | None = None
     user: Annotated[str, StringConstraints(min_length=1, max_length=512)] | None = None
     id: ShortText | None = None
+
+
+class EpisodeRequest(Wire):
+    """Declares or closes a tool episode: there is nothing to say yet, and nothing is ignored."""
