@@ -24,6 +24,7 @@ from online_sao.store.connect import parse_url
 from online_sao.store.migrate import alembic_config, head_revision, migrate
 from online_sao.store.sql import SqlStore
 from online_sao.store.tables import Base
+from online_sao.types import EpisodeRewards, LedgerState
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -103,7 +104,9 @@ async def test_a_filled_database_of_each_revision_is_brought_to_the_newest(
     assert (rollout.completion.logprobs, rollout.completion.reply_ids) == ((-0.5,), (2,))
     assert (await store.list_feedback("r1"))[0].value is True
     assert (await store.list_judgements("r1"))[0].reward == 1.0
-    assert (await store.active_rubric()).name == "tone"
+    rubric = await store.active_rubric()
+    assert (rubric.name, rubric.episodes) == ("tone", EpisodeRewards.ONE)
+    await check_episodes(store, rollout.request.episode_id)
     assert (await store.list_updates())[0].rollout_ids == ("r1",)
     assert (await store.list_traces("r1"))[0].values == (0.5,)
     live = await store.live_version()
@@ -111,6 +114,15 @@ async def test_a_filled_database_of_each_revision_is_brought_to_the_newest(
     assert live.number == 1
     assert (await store.alarms())[0].count == 2
     await store.aclose()
+
+
+async def check_episodes(store: SqlStore, of_the_old_reply: str | None) -> None:
+    """What was in no episode still is in none; the tables take a new one."""
+    if of_the_old_reply is not None:
+        episode = await store.get_episode(of_the_old_reply)
+        assert episode.counts == {LedgerState.TRAINED: 1}
+    opened = await store.open_episode("ep_new")
+    assert (await store.close_episode("ep_new")).counts == opened.counts == {}
 
 
 def test_of_several_processes_one_migrates_and_the_others_wait(url: str) -> None:

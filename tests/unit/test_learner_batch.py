@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,3 +77,9 @@ def test_a_batch_cannot_be_edited() -> None:
     batch = TrajectoryBatch.from_trajectories([trajectory(".a")])
     with pytest.raises(AttributeError):
         batch.rewards = batch.rewards  # type: ignore[misc]
+
+
+def test_rewards_of_an_episode_s_replies_stand_on_each_one_s_last_action() -> None:
+    whole = replace(trajectory(".aa.aa"), reward=1.25, reward_at=((2, 0.25), (5, 1.0)))
+    batch = TrajectoryBatch.from_trajectories([whole, trajectory(".a")])
+    assert batch.rewards.tolist() == [[0, 0, 0.25, 0, 0, 1.0], [0, 1.0, 0, 0, 0, 0]]

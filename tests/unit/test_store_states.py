@@ -13,11 +13,14 @@ from online_sao.store.states import (
     after_lease,
     discard_reason,
     feedback_receipt,
+    is_settled,
     lag_of,
     lineage,
+    to_judge,
 )
 from online_sao.types import (
     DiscardReason,
+    EpisodeRewards,
     FeedbackReceipt,
     JudgementState,
     LedgerState,
@@ -116,3 +119,19 @@ def test_every_update_kind_says_where_its_rollouts_go() -> None:
 def test_whoever_rates_a_trained_reply_is_told() -> None:
     told = {state for state in S if feedback_receipt(state) is FeedbackReceipt.ALREADY_TRAINED}
     assert told == {S.TRAINED, S.CRITIC_ONLY}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "chosen", "speaker"),
+    [(EpisodeRewards.ONE, ["c"], "c"), (EpisodeRewards.EACH, ["a", "b", "c"], None)],
+)
+def test_who_of_an_episode_is_judged(
+    rewards: EpisodeRewards, chosen: list[str], speaker: str | None
+) -> None:
+    assert to_judge(["a", "b", "c"], rewards) == (chosen, speaker)
+    assert to_judge([], rewards) == ([], None)
+
+
+def test_an_episode_is_settled_when_nothing_of_it_waits_for_a_reply_or_a_judge() -> None:
+    waits = {S.IN_FLIGHT, S.AWAITING_JUDGEMENT, S.IN_JUDGEMENT}
+    assert {state for state in S if not is_settled([S.JUDGED, state])} == waits
