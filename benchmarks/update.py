@@ -7,6 +7,11 @@ Both take turns in one process, so that a busy machine slows both; `speed_ratio`
 the rounds of bare seconds / our seconds.
 
 - `speed_ratio`: 1.0 means that an update costs what its arithmetic costs.
+- `padding_waste`: the share of the tokens in the micro-batches that is padding.
+- `--ranks 2`: the same on two processes, the bare loop sharded by FSDP2 alike; in every round the
+  slower one counts.
+- `--soak N`: after the rest, N updates on varying replies; `soak_mib` is how much the process grew
+  between the first quarter and the end.
 - `learner_peak_gib`: the most memory of a process that restores, updates, writes a version and its
   state, and restores again.
 - `engine_peak_gib`: the same of an embedded engine that writes 32 replies at once.
@@ -40,7 +45,10 @@ from torch import Tensor
 
 from online_sao.config import AlgorithmSettings, LearnerSettings
 from online_sao.learner.batch import TrajectoryBatch
+from online_sao.learner.dealing import deal, micro_batches
 from online_sao.learner.models import Compute, CriticNetwork, Decoder, critic_parameters
+from online_sao.learner.ranks import ALONE, Ranks
+from online_sao.learner.sharding import shard
 from online_sao.learner.trainer import SaoTrainer
 from online_sao.types import Trajectory
 
@@ -60,6 +68,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--micro-batch-tokens", type=int)
+    parser.add_argument("--ranks", type=int, default=1, help="processes that share the learner")
+    parser.add_argument("--soak", type=int, default=0, help="updates to watch the memory over")
+    parser.add_argument("--soak-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--peak-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.rounds = args.rounds or (4 if args.quick else 10)
@@ -98,18 +109,38 @@ class BareLoop:
     """The arithmetic of an update and nothing else, in plain torch."""
 
     def __init__(
-        self, folder: Path, settings: LearnerSettings, trajectories: list[Trajectory]
+        self,
+        folder: Path,
+        settings: LearnerSettings,
+        trajectories: list[Trajectory],
+        ranks: Ranks = ALONE,
     ) -> None:
         compute = Compute.chosen(settings)
         self.policy, self.start = compute.load(folder), compute.load(folder)
         layers = self.policy.model.layers
         self.shared = len(layers) - settings.policy_layers
+        self.trunk: list[Tensor] = []
+        """The last hidden states below the layers that train."""
+        layers[self.shared].register_forward_pre_hook(
+            lambda _, args: self.trunk.__setitem__(slice(None), [args[0].detach()])
+        )
         for module in (*layers[self.shared :], self.policy.model.norm):
             module.requires_grad_(True)
         self.critic = CriticNetwork(self.start, Decoder.of(self.start), settings.critic_layers)
         for parameter in critic_parameters(self.critic).values():
             parameter.requires_grad_(True)
-        self.batch = TrajectoryBatch.from_trajectories(trajectories, compute.device)
+        if ranks.size > 1:
+            for base, stack in (
+                (self.policy.model, layers),
+                (self.critic.backbone, self.critic.layers),
+                (None, self.start.model.layers),
+            ):
+                shard(
+                    base, stack, ranks, trained=[p for p in stack.parameters() if p.requires_grad]
+                )
+        whole = TrajectoryBatch.from_trajectories(trajectories, compute.device)
+        hand = deal(whole.lengths.tolist(), ranks.size)[ranks.rank]
+        self.batch = whole.select(torch.tensor(hand))
         self.passes = AlgorithmSettings().critic_updates
         self.kl_coef = AlgorithmSettings().kl_coef
 
@@ -121,10 +152,10 @@ class BareLoop:
             (values - 1.0).square().mean().backward()
         self.policy.zero_grad(set_to_none=True)
         rows, columns = mask.nonzero(as_tuple=True)
-        out = self.policy.model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        out = self.policy.model(input_ids=ids, use_cache=False)
         log_p = self._log_softmax(self.policy, out.last_hidden_state[rows, columns - 1])
         with torch.no_grad():
-            start = self._start_hidden(out.hidden_states[self.shared])
+            start = self._start_hidden(self.trunk[0])
             log_q = self._log_softmax(self.start, start[rows, columns - 1])
         taken = log_p.gather(1, ids[rows, columns][:, None]).squeeze(1)
         kl = (log_p.exp() * (log_p - log_q)).sum(dim=1)
@@ -145,29 +176,35 @@ class BareLoop:
         return model.lm_head(states).float().log_softmax(dim=1)  # type: ignore[no-any-return]
 
 
-def seconds(work: Callable[[], object]) -> float:
+def seconds(work: Callable[[], object], ranks: Ranks) -> float:
+    """Of all ranks, started together; the slowest's."""
+    ranks.all_say("ready")
     begin = time.perf_counter()
     work()
+    ranks.all_say("done")
     return time.perf_counter() - begin
 
 
-def compare(folder: Path, args: argparse.Namespace) -> dict[str, float]:
+def compare(folder: Path, args: argparse.Namespace, ranks: Ranks) -> dict[str, float]:
     """Bare and ours in turns, after one warm-up each."""
     settings = learner_settings(args)
     trajectories = make_trajectories(args.trajectories, args.tokens)
-    trainer = SaoTrainer(AlgorithmSettings(), settings, folder)
+    trainer = SaoTrainer(AlgorithmSettings(), settings, folder, ranks)
     trainer.restore(folder, None)
-    bare = BareLoop(folder, settings, trajectories)
+    bare = BareLoop(folder, settings, trajectories, ranks)
 
     def ours() -> None:
         trainer.update(trajectories, critic_only=False)
 
     pairs = []
-    for turn in track(range(args.rounds + 1), "bare and ours in turns", console=console):
+    rounds = track(
+        range(args.rounds + 1), "bare and ours in turns", console=console, disable=not ranks.first
+    )
+    for turn in rounds:
         if turn % 2:
-            b, o = seconds(bare), seconds(ours)
+            b, o = seconds(bare, ranks), seconds(ours, ranks)
         else:
-            o, b = seconds(ours), seconds(bare)
+            o, b = seconds(ours, ranks), seconds(bare, ranks)
         if turn:
             pairs.append((b, o))
     return {
@@ -176,9 +213,37 @@ def compare(folder: Path, args: argparse.Namespace) -> dict[str, float]:
         "update_s": round(statistics.median(o for _, o in pairs), 3),
         "update_best_s": round(min(o for _, o in pairs), 3),
         "bare_s": round(statistics.median(b for b, _ in pairs), 3),
+        "padding_waste": round(padding_waste(trajectories, settings, ranks), 3),
         "tokens": float(sum(len(t.token_ids) for t in trajectories)),
         "action_tokens": float(sum(sum(t.action_mask) for t in trajectories)),
     }
+
+
+def padding_waste(trajectories: list[Trajectory], settings: LearnerSettings, ranks: Ranks) -> float:
+    """Share of padding among the tokens of all ranks' micro-batches."""
+    batch = TrajectoryBatch.from_trajectories(trajectories)
+    padded = 0
+    for rank in range(ranks.size):
+        for part in micro_batches(batch, settings.micro_batch_tokens, Ranks(rank, ranks.size)):
+            padded += len(part.rows) * int(batch.lengths[part.rows].max())
+    return 1.0 - int(batch.lengths.sum()) / padded
+
+
+def soak(folder: Path, args: argparse.Namespace) -> float:
+    """How much the process grew (MiB) between the first quarter of the updates and the end."""
+    trainer = SaoTrainer(AlgorithmSettings(), learner_settings(args), folder)
+    trainer.restore(folder, None)
+    grown = 0.0
+    for number in track(range(args.soak), "soak", console=console):
+        trainer.update(make_trajectories(8, 40 + number % 24), critic_only=False)
+        if number == args.soak // 4:
+            grown = -resident_mib()
+    return grown + resident_mib()
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def live_a_life(folder: Path, args: argparse.Namespace) -> float:
@@ -199,9 +264,9 @@ def live_a_life(folder: Path, args: argparse.Namespace) -> float:
     return int(status.split("VmHWM:")[1].split()[0]) / 2**20
 
 
-def learner_peak(folder: Path, args: argparse.Namespace) -> float:
-    """`live_a_life` in a process of its own, started as the service starts its learner."""
-    command = [sys.executable, __file__, "--peak-only", "--model", str(folder)]
+def in_its_own_process(folder: Path, args: argparse.Namespace, *mode: str) -> float:
+    """`live_a_life` or `soak` in a process started as the service starts its learner."""
+    command = [sys.executable, __file__, *mode, "--model", str(folder)]
     command += ["--threads", str(args.threads), "--dtype", args.dtype]
     if args.micro_batch_tokens:
         command += ["--micro-batch-tokens", str(args.micro_batch_tokens)]
@@ -218,17 +283,50 @@ def engine_peak(folder: Path, args: argparse.Namespace) -> float:
         return engine.peak_gib()
 
 
+def on_ranks(folder: Path, args: argparse.Namespace) -> None:
+    """This very benchmark under torchrun; rank 0 prints the result."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+    given = [word for word in sys.argv[1:] if word != "--model" and word != str(args.model)]
+    threads = str(max(1, args.threads // args.ranks))
+    subprocess.run(
+        [sys.executable, *start, __file__, *given, "--model", str(folder)],
+        env={**os.environ, **MALLOC, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"},
+        check=True,
+    )
+
+
+def one_of_several(args: argparse.Namespace) -> None:
+    """A rank of the benchmark under torchrun."""
+    ranks = Ranks.join()
+    result = compare(args.model, args, ranks)
+    if ranks.first:
+        print("RESULT " + json.dumps({"ranks": ranks.size, **result}))
+    ranks.leave()
+
+
 def main() -> None:
     args = arguments()
     if args.peak_only:
         print(live_a_life(args.model, args))
         return
+    if args.soak_only:
+        print(soak(args.model, args))
+        return
+    if "WORLD_SIZE" in os.environ:
+        one_of_several(args)
+        return
     with model_folder(args.model) as folder:
-        result = compare(folder, args)
+        if args.ranks > 1:
+            on_ranks(folder, args)
+            return
+        result = compare(folder, args, ALONE)
         console.print(f"speed: {result}")
-        result["learner_peak_gib"] = round(learner_peak(folder, args), 2)
+        result["learner_peak_gib"] = round(in_its_own_process(folder, args, "--peak-only"), 2)
         console.print(f"learner's peak: {result['learner_peak_gib']} GiB")
         result["engine_peak_gib"] = round(engine_peak(folder, args), 2)
+        if args.soak:
+            grown = in_its_own_process(folder, args, "--soak-only", "--soak", str(args.soak))
+            result["soak_mib"] = round(grown, 1)
     print("RESULT " + json.dumps(result))
 
 

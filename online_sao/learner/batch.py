@@ -14,6 +14,10 @@ from torch import Tensor
 
 from online_sao.types import Trajectory
 
+PASS_COST = 64
+"""What one more forward and backward pass costs, in tokens. Measured: 16 trajectories of 60 to 140
+tokens in 3 passes instead of 2 spend 10 instead of 23 % of their tokens on padding."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryBatch:
@@ -67,16 +71,30 @@ class TrajectoryBatch:
         )
 
     def micro_batches(self, max_tokens: int, among: Sequence[int] | None = None) -> list[Tensor]:
-        """Rows of each micro-batch: sorted by length, at most `max_tokens` padded tokens each
-        (a longer trajectory goes alone). Every row `among` (None: of all) stands in exactly one.
+        """Rows of each micro-batch: of like length, at most `max_tokens` padded tokens each (a
+        longer trajectory goes alone). Every row `among` (None: of all) stands in exactly one.
         """
-        groups: list[list[int]] = []
-        room = 0
         wanted = range(len(self.lengths)) if among is None else among
-        for row in sorted(wanted, key=lambda row: (-int(self.lengths[row]), row)):
-            if room < 1:
-                room = max_tokens // int(self.lengths[row])
-                groups.append([])
-            groups[-1].append(row)
-            room -= 1
-        return [torch.tensor(rows, device=self.lengths.device) for rows in groups]
+        rows = sorted(wanted, key=lambda row: (-int(self.lengths[row]), row))
+        sizes = partition([int(self.lengths[row]) for row in rows], max_tokens)
+        return list(torch.split(torch.tensor(rows, device=self.lengths.device), sizes))
+
+
+def partition(lengths: Sequence[int], max_tokens: int) -> list[int]:
+    """Sizes of consecutive groups of `lengths`, longest first, that cost the fewest tokens: each
+    group its size times its longest, and `PASS_COST` besides.
+
+    A group costs at most `max_tokens`, or is one trajectory.
+    """
+    best = [(0, 0)] + [(0, 0)] * len(lengths)  # (cost of the first n, size of the last group)
+    for n in range(1, len(lengths) + 1):
+        choices = []
+        for size in range(1, n + 1):
+            padded = size * lengths[n - size]
+            if size == 1 or padded <= max_tokens:
+                choices.append((best[n - size][0] + padded + PASS_COST, size))
+        best[n] = min(choices)
+    sizes: list[int] = []
+    while sum(sizes) < len(lengths):
+        sizes.append(best[len(lengths) - sum(sizes)][1])
+    return sizes[::-1]

@@ -39,7 +39,7 @@ class _LayerCall:
 @dataclass(frozen=True, slots=True)
 class StartPolicy:
     """pi_start, frozen: the layers from `shared` up with their norm, or (`shared` None) a whole
-    network of its own. The layers may be the policy's, if `alone` makes them pi_start's.
+    network of its own, `base`. The layers may be the policy's, if `alone` makes them pi_start's.
     """
 
     head: nn.Module

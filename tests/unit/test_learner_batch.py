@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from online_sao.learner.batch import TrajectoryBatch
+from online_sao.learner.batch import TrajectoryBatch, partition
 from online_sao.types import Trajectory
 
 
@@ -71,6 +71,23 @@ def test_each_row_is_in_one_micro_batch_within_the_limit(
 def test_rows_of_like_length_stand_together() -> None:
     batch = TrajectoryBatch.from_trajectories([trajectory("." * n + "a") for n in (1, 9, 2, 8)])
     assert [part.tolist() for part in batch.micro_batches(20)] == [[1, 3], [2, 0]]
+    assert [part.tolist() for part in batch.micro_batches(20, [0, 2, 3])] == [[3], [2, 0]]
+
+
+def test_one_more_pass_is_worth_its_cost_or_not() -> None:
+    # 2 x 100 padded for 100 + 40 is 60 too many, less than a pass costs (64); 70 too many is more.
+    assert partition([100, 40], 1000) == [2]
+    assert partition([100, 30], 1000) == [1, 1]
+    assert partition([100, 100, 30, 30], 1000) == [2, 2]
+    assert partition([], 1000) == []
+
+
+def test_padding_of_a_mix_of_lengths_is_under_15_percent() -> None:
+    lengths = sorted((round(100 * (0.6 + 0.8 * i / 15)) for i in range(16)), reverse=True)
+    sizes = partition(lengths, 2048)
+    begins = [sum(sizes[:i]) for i in range(len(sizes))]
+    padded = sum(size * lengths[begin] for size, begin in zip(sizes, begins, strict=True))
+    assert 1 - sum(lengths) / padded < 0.15
 
 
 def test_a_batch_cannot_be_edited() -> None:

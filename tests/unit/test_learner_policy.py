@@ -72,7 +72,7 @@ def test_all_layers_below_the_trained_ones_are_shared(
     policy = made(base, base, policy_layers=layers)
     assert policy.start is not None
     assert policy.start.shared == shared
-    assert len(policy.start.layers) == (0 if shared is None else 3 - shared)
+    assert len(policy.start.layers) == 3 - (shared or 0)
 
 
 def test_kl_to_itself_is_zero(tmp_path: Path) -> None:
