@@ -8,14 +8,21 @@ from online_sao.types import Trajectory
 
 
 def batch_facts(trajectories: Sequence[Trajectory]) -> dict[str, float | None]:
-    """Metrics that need no network: counts, rewards, lengths, lag."""
+    """Metrics that need no network: counts, rewards, lengths, lag.
+
+    A merged tool episode is one trajectory of several rollouts: the mean length is a reply's, and
+    the mean reward that of each reward given (one of the episode, or one of each reply).
+    """
     n = len(trajectories)
-    actions = [sum(t.action_mask) for t in trajectories]
+    rollouts = sum(len(t.rollout_ids) for t in trajectories)
+    tokens = sum(sum(t.action_mask) for t in trajectories)
+    rewards = [reward for t in trajectories for _, reward in t.placed_rewards]
     return {
         "trajectories": float(n),
-        "tokens": float(sum(actions)),
-        "reward_mean": sum(t.reward for t in trajectories) / n,
-        "reply_tokens_mean": sum(actions) / n,
+        "rollouts": float(rollouts),
+        "tokens": float(tokens),
+        "reward_mean": sum(rewards) / len(rewards),
+        "reply_tokens_mean": tokens / rollouts,
         "cut_share": sum(t.cut for t in trajectories) / n,
         "lag_mean": sum(t.lag for t in trajectories) / n,
         "lag_max": float(max(t.lag for t in trajectories)),

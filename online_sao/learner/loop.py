@@ -174,7 +174,8 @@ class Learner:
     async def _learn(self, trajectories: Sequence[Trajectory], at: _Position) -> None:
         """Update, write the version, commit: all of it counts or none."""
         begin = time.monotonic()
-        await self._heart.say("learning", f"an update on {len(trajectories)} replies")
+        replies = sum(len(t.rollout_ids) for t in trajectories)
+        await self._heart.say("learning", f"an update on {replies} replies")
         self._position = None  # unless all of it counts
         async with self._lease_kept():
             result = await self._update(trajectories, critic_only=at.critic_only_left > 0)
@@ -190,7 +191,7 @@ class Learner:
         self._heart.version, self._heart.updates = self._position.version, self._position.updates
         logger.info(
             "action=update_committed kind=%s version=%s replies=%d reward_mean=%s seconds=%.1f",
-            committed.kind, committed.version, len(update.rollout_ids),
+            committed.kind, committed.version, replies,
             update.metrics["reward_mean"], updated - begin,
         )  # fmt: skip
         await self._clear(FAILED_ALARM)

@@ -159,6 +159,29 @@ def test_a_newer_policy_beside_an_older_state_is_taken_and_said(
     assert result.kind is UpdateKind.POLICY
 
 
+def test_a_merged_episode_is_trained_as_one_trajectory(subject: Subject) -> None:
+    one = subject.trajectories[0]
+    ends = [i for i, action in enumerate(one.action_mask) if action]
+    pad = (float("nan"),)
+    merged = replace(
+        one,
+        rollout_ids=("first", "second"),
+        token_ids=one.token_ids + one.token_ids,
+        action_mask=one.action_mask * 2,
+        logprobs=one.logprobs + pad * ends[0] + one.logprobs[ends[0] :],
+        reward=1.5,
+        reward_at=((ends[-1], 0.5), (ends[-1] + len(one.token_ids), 1.0)),
+    )
+    trainer = subject.make()
+    trainer.restore(subject.base, None)
+    result = trainer.update([merged, *subject.trajectories[1:]], critic_only=False)
+    assert result.kind is UpdateKind.POLICY
+    assert result.traces[0].rollout_id == "first"
+    assert len(result.traces[0].advantages) == 2 * len(ends)
+    counted = [result.metrics[name] for name in ("trajectories", "rollouts")]
+    assert counted == [len(subject.trajectories), len(subject.trajectories) + 1]
+
+
 def test_a_state_is_taken_only_whole(subject: Subject, tmp_path: Path) -> None:
     trainer = subject.make()
     trainer.restore(subject.base, None)

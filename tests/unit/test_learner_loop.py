@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judged import serve_and_judge
+from judged import judge_all, serve, serve_and_judge
 
 from online_sao.config import Settings, load_settings
 from online_sao.errors import DatabaseUnavailable, UpdateNotFinite
@@ -108,6 +108,28 @@ async def test_ten_judged_and_a_batch_of_eight_trains_eight_and_leaves_two(room:
     assert update.rollout_ids == tuple(ids[:8])
     assert update.version == 1
     assert len(await room.store.list_traces(ids[0])) == 1
+
+
+async def test_a_merged_episode_is_one_of_a_batch_and_its_update_names_all_its_replies(
+    room: Room,
+) -> None:
+    await room.store.open_episode("ep_1")
+    first, second = [
+        await serve(room.store, prompt=prompt, reply=(8, 9), episode_id="ep_1")
+        for prompt in ((5, 6, 7), (5, 6, 7, 8, 9, 4))
+    ]
+    await room.store.close_episode("ep_1")
+    await judge_all(room.store, 1, reward=1)
+    (single,) = await serve_and_judge(room.store, 1, reward=0)
+    async with room.running(room.learner(settings=made(batch=2))):
+        (update,) = await room.until_updates(1)
+    assert update.rollout_ids == (first, second, single)
+    facts = [update.metrics[name] for name in ("trajectories", "rollouts", "tokens")]
+    assert facts == [2.0, 3.0, 8.0]
+    assert update.metrics["reward_mean"] == update.metrics["reward_mean_judged"] == 0.5
+    assert await room.counts() == {LedgerState.TRAINED: 3}
+    (trace,) = await room.store.list_traces(first)
+    assert len(trace.values) == 4
 
 
 async def test_nothing_judged_is_a_wait_that_a_clean_stop_ends(room: Room) -> None:
