@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping
 
 import sqlalchemy as sa
 
-from online_sao.store.states import LEASE_STATES, MEMBER_STATES, REWARDED
+from online_sao.store.states import (
+    FOLLOWERS,
+    LEARNABLE,
+    LEASE_STATES,
+    MEMBER_STATES,
+    REWARDED,
+    WAITS_FOR_EPISODE,
+)
 from online_sao.store.tables import (
     REQUESTS,
     CounterRow,
@@ -49,6 +56,7 @@ def read_ledger(conn: sa.Connection) -> Ledger:
         *_check_rewards(conn),
         *check_members(_members(conn), counts, reasons),
         *_check_versions(conn),
+        *_check_episodes(conn),
     ]
     return Ledger(requests or 0, counts, dict(reasons), tuple(problems))
 
@@ -146,6 +154,30 @@ def check_members(
     for place, (stand, updates) in claimed.items():
         if stand != updates:
             yield f"{stand} rollouts are {place}, but updates name {updates}"
+
+
+def _check_episodes(conn: sa.Connection) -> Iterator[str]:
+    strays = _count(
+        conn,
+        LedgerRow.state.in_(FOLLOWERS),
+        LedgerRow.reason == WAITS_FOR_EPISODE,
+        LedgerRow.episode_id.is_(None),
+    )
+    if strays:
+        yield f"{strays} rollouts wait for an episode and belong to none"
+    updates = sa.func.count(sa.distinct(UpdateMemberRow.update_seq))
+    learnable = sa.func.sum(sa.case((LedgerRow.state.in_(LEARNABLE), 1), else_=0))
+    parted = (
+        sa.select(LedgerRow.episode_id)
+        .join(UpdateMemberRow, UpdateMemberRow.rollout_id == LedgerRow.rollout_id, isouter=True)
+        .where(LedgerRow.episode_id.is_not(None))
+        .group_by(LedgerRow.episode_id)
+        .having(sa.or_(updates > 1, sa.and_(updates > 0, learnable > 0)))
+        .subquery()
+    )
+    count = conn.scalar(sa.select(sa.func.count()).select_from(parted)) or 0
+    if count:
+        yield f"{count} episodes were trained in part or by several updates"
 
 
 def _check_versions(conn: sa.Connection) -> Iterator[str]:

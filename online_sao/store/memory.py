@@ -24,6 +24,8 @@ from online_sao.store.states import (
     BASE_VERSION,
     EPISODE_JUDGE,
     FINISHED,
+    FOLLOWERS,
+    LEARNABLE,
     LEASE_STATES,
     MEMBER_STATES,
     REWARDED,
@@ -431,7 +433,11 @@ class MemoryStore:
             if entry.reason:
                 of_state = reasons.setdefault(entry.state, {})
                 of_state[entry.reason] = of_state.get(entry.reason, 0) + 1
-        problems = [*self._check_entries(counts), *check_members(self._members(), counts, reasons)]
+        problems = [
+            *self._check_entries(counts),
+            *self._check_episodes(),
+            *check_members(self._members(), counts, reasons),
+        ]
         return Ledger(self._requests, counts, reasons, tuple(problems))
 
     async def recover_leases(self) -> int:
@@ -575,8 +581,18 @@ class MemoryStore:
                 yield f"{entry.request.id} is {entry.state} and has the wrong end"
             if (entry.owner is not None) != (entry.state in LEASE_STATES):
                 yield f"{entry.request.id} is {entry.state} and has the wrong lease"
+            alone = entry.request.episode_id is None
+            if alone and entry.state in FOLLOWERS and entry.reason == WAITS_FOR_EPISODE:
+                yield f"{entry.request.id} waits for an episode and belongs to none"
             if entry.state in REWARDED and entry.judgement is None:
                 yield f"{entry.request.id} is {entry.state} without a scored judgement"
+
+    def _check_episodes(self) -> Iterable[str]:
+        seen = {i: n for n, update in enumerate(self._updates) for i in update.rollout_ids}
+        for episode in self._episodes.values():
+            updates = {seen[e.request.id] for e in episode.entries if e.request.id in seen}
+            if len(updates) > 1 or (updates and episode.members(*LEARNABLE)):
+                yield f"{episode.id} was trained in part or by several updates"
 
     def _members(self) -> dict[tuple[UpdateKind, LedgerState, str], int]:
         members: dict[tuple[UpdateKind, LedgerState, str], int] = {}

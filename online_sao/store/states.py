@@ -60,6 +60,15 @@ REWARDED = (
 )
 """Only a scored judgement leads here."""
 
+LEARNABLE = (
+    LedgerState.IN_FLIGHT,
+    LedgerState.AWAITING_JUDGEMENT,
+    LedgerState.IN_JUDGEMENT,
+    LedgerState.JUDGED,
+    LedgerState.LEASED,
+)
+"""The learner may still get it: nothing of an episode stands here once an update had the rest."""
+
 SERVABLE = (VersionState.STABLE, VersionState.LIVE, VersionState.RETIRED)
 """Whole and not withdrawn. A superseded version was overtaken before it could serve."""
 

@@ -15,6 +15,9 @@ from online_sao.errors import OnlineSaoError
 from online_sao.interfaces import Store
 from online_sao.store.memory import MemoryStore
 from online_sao.types import (
+    Episode,
+    EpisodeRewards,
+    Judgement,
     JudgementState,
     LedgerState,
     NotTrainable,
@@ -69,6 +72,14 @@ async def test_a_reopened_store_has_everything(sql_world: World) -> None:
             "UPDATE ledger_entries SET state = 'judged' WHERE state = 'trained'",
             "1 rollouts were in an update of kind policy, but are judged",
         ),
+        (
+            "UPDATE ledger_entries SET reason = 'episode' WHERE state = 'judged'",
+            "1 rollouts wait for an episode and belong to none",
+        ),
+        (
+            "UPDATE ledger_entries SET episode_id = 'ep_parted' WHERE state = 'trained'",
+            "1 episodes were trained in part or by several updates",
+        ),
         ("UPDATE policy_versions SET state = 'live'", "2 policy versions are live at once"),
         (
             "UPDATE updates SET version = NULL",
@@ -90,7 +101,10 @@ async def test_damage_is_named(sql_world: World, damage: str, problem: str) -> N
     assert sorted(await world.counts()) == sorted(
         [S.TRAINED, S.LEASED, S.JUDGED, S.IN_JUDGEMENT, S.AWAITING_JUDGEMENT, S.IN_FLIGHT]
     )
-    world.execute(damage)
+    await world.store.open_episode("ep_parted")
+    world.execute(
+        "UPDATE ledger_entries SET episode_id = 'ep_parted' WHERE state = 'leased'", damage
+    )
     ledger = await world.store.ledger()
     assert not ledger.adds_up
     assert [words for words in ledger.problems if problem in words], ledger.problems
@@ -108,6 +122,11 @@ class Walk:
         self.random = random.Random(seed)
         self.flying: list[str] = []
         self.ids: list[str] = []
+        self.episodes: list[str] = []
+        self.spoken: dict[str, tuple[int, ...]] = {}
+        """Episode -> the ids so far, which the next prompt may extend."""
+        self.merged = 0
+        """Trajectories of several replies that a learner got."""
         self.rubric = ""
 
     async def both(self, act: Callable[[Store], Awaitable[Any]]) -> Any:
@@ -126,6 +145,47 @@ class Walk:
         await self.both(lambda store: store.insert_rollout(request))
         self.flying.append(request.id)
         self.ids.append(request.id)
+
+    async def declare(self) -> None:
+        episode_id = f"ep_{len(self.episodes)}"
+        await self.both(lambda store: store.open_episode(episode_id))
+        self.episodes.append(episode_id)
+
+    async def join(self) -> None:
+        """Some requests of an episode, closed ones included; most are answered at once."""
+        if self.episodes:
+            episode_id = self.random.choice(self.episodes[-4:])
+            for _ in range(self.random.randint(1, 3)):
+                await self.one_more(episode_id)
+
+    async def one_more(self, episode_id: str) -> None:
+        request = self.world.request(episode_id=episode_id)
+        if await self.both(lambda store: store.insert_rollout(request)) is not None:
+            return  # closed
+        self.ids.append(request.id)
+        self.flying.append(request.id)
+        if self.random.random() < 0.9:
+            self.flying.pop()
+            newest = await self.double.newest_stable()
+            before = self.spoken.get(episode_id, (1,)) if self.random.random() < 0.9 else (8, 8)
+            changes = {"not_trainable": NotTrainable.GREEDY} if self.random.random() < 0.1 else {}
+            completion = self.world.completion(
+                request.id, version=newest.number, prompt_ids=(*before, 2), **changes
+            )
+            await self.both(lambda store: store.complete_rollout(completion))
+            self.spoken[episode_id] = completion.prompt_ids + completion.reply_ids
+
+    async def close(self) -> None:
+        if self.episodes and self.random.random() < 0.8:
+            episode_id = self.random.choice(self.episodes[-4:])
+            await self.both(lambda store: shown(store.close_episode(episode_id)))
+        else:
+            await self.both(lambda store: store.close_idle_episodes(20))
+
+    async def change_rubric(self) -> None:
+        rewards = self.random.choice(list(EpisodeRewards))
+        for store in (self.world.store, self.double):
+            await store.put_rubric("walk", "a:J", {}, episodes=rewards)
 
     async def complete(self) -> None:
         if not self.flying:
@@ -195,6 +255,7 @@ class Walk:
                 owner, size=size, lease_s=20, max_lag=3, max_train_tokens=50, skip_cut=True
             )
         )
+        self.merged += sum(len(trajectory.rollout_ids) > 1 for trajectory in batch)
         chance = self.random.random()
         if not batch or chance < 0.15:
             return  # nothing there, or the learner died
@@ -244,6 +305,10 @@ class Walk:
             *[self.learn] * 3,
             *[self.feedback] * 2,
             *[self.lease] * 2,
+            *[self.join] * 5,
+            *[self.close] * 2,
+            self.declare,
+            self.change_rubric,
             self.publish,
             self.orphan,
             self.prune,
@@ -252,9 +317,20 @@ class Walk:
         self.world.clock.forward(self.random.randint(0, 4))
 
 
+async def shown(asked: Awaitable[Episode]) -> Any:
+    """An episode with its counts in one order."""
+    episode = await asked
+    return replace(episode, counts=dict(sorted(episode.counts.items())))
+
+
+async def without_ids(asked: Awaitable[list[Judgement]]) -> Any:
+    """Judgements; what a store passed on by itself has an id of the store's own."""
+    return [replace(j, id="" if j.judge == "episode" else j.id) for j in await asked]
+
+
 @pytest.mark.parametrize(
     ("seed", "steps"),
-    [(1, 300), *(pytest.param(n, 1500, marks=pytest.mark.slow) for n in range(2, 6))],
+    [(1, 400), *(pytest.param(n, 1500, marks=pytest.mark.slow) for n in range(2, 6))],
 )
 async def test_the_ledger_adds_up_after_every_step_of_a_long_walk(
     sql_world: World, seed: int, steps: int
@@ -275,8 +351,11 @@ async def test_the_ledger_adds_up_after_every_step_of_a_long_walk(
     for rollout_id in walk.ids:
         await walk.both(lambda store, i=rollout_id: store.get_rollout(i))  # type: ignore[misc]
         await walk.both(lambda store, i=rollout_id: store.list_traces(i))  # type: ignore[misc]
-        await walk.both(lambda store, i=rollout_id: store.list_judgements(i))  # type: ignore[misc]
+        await walk.both(lambda store, i=rollout_id: without_ids(store.list_judgements(i)))  # type: ignore[misc]
         await walk.both(lambda store, i=rollout_id: store.list_feedback(i))  # type: ignore[misc]
+    for episode_id in walk.episodes:
+        await walk.both(lambda store, i=episode_id: shown(store.get_episode(i)))  # type: ignore[misc]
+    assert walk.merged > 0
     stats = await sql_world.store.reward_stats()
     double_stats = await walk.double.reward_stats()
     assert stats.count == double_stats.count
