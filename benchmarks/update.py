@@ -46,7 +46,13 @@ from torch import Tensor
 from online_sao.config import AlgorithmSettings, LearnerSettings
 from online_sao.learner.batch import TrajectoryBatch
 from online_sao.learner.dealing import deal, micro_batches
-from online_sao.learner.models import Compute, CriticNetwork, Decoder, critic_parameters
+from online_sao.learner.models import (
+    Compute,
+    CriticNetwork,
+    Decoder,
+    critic_parameters,
+    first_trained,
+)
 from online_sao.learner.ranks import ALONE, Ranks
 from online_sao.learner.sharding import shard
 from online_sao.learner.trainer import SaoTrainer
@@ -118,13 +124,14 @@ class BareLoop:
         compute = Compute.chosen(settings)
         self.policy, self.start = compute.load(folder), compute.load(folder)
         layers = self.policy.model.layers
-        self.shared = len(layers) - settings.policy_layers
+        self.shared = first_trained(Decoder.of(self.policy), settings.policy_layers)
         self.trunk: list[Tensor] = []
         """The last hidden states below the layers that train."""
         layers[self.shared].register_forward_pre_hook(
             lambda _, args: self.trunk.__setitem__(slice(None), [args[0].detach()])
         )
-        for module in (*layers[self.shared :], self.policy.model.norm):
+        trained = [*layers[self.shared :], self.policy.model.norm] if self.shared else [self.policy]
+        for module in trained:
             module.requires_grad_(True)
         self.critic = CriticNetwork(self.start, Decoder.of(self.start), settings.critic_layers)
         for parameter in critic_parameters(self.critic).values():
@@ -155,14 +162,16 @@ class BareLoop:
         out = self.policy.model(input_ids=ids, use_cache=False)
         log_p = self._log_softmax(self.policy, out.last_hidden_state[rows, columns - 1])
         with torch.no_grad():
-            start = self._start_hidden(self.trunk[0])
+            start = self._start_hidden(ids, self.trunk[0])
             log_q = self._log_softmax(self.start, start[rows, columns - 1])
         taken = log_p.gather(1, ids[rows, columns][:, None]).squeeze(1)
         kl = (log_p.exp() * (log_p - log_q)).sum(dim=1)
         (-taken.mean() + self.kl_coef * kl.mean()).backward()
 
-    def _start_hidden(self, state: Tensor) -> Tensor:
-        """The start policy's top layers on the trunk's hidden states."""
+    def _start_hidden(self, ids: Tensor, state: Tensor) -> Tensor:
+        """The start policy's top layers on the trunk's hidden states; all of it without a trunk."""
+        if self.shared == 0:
+            return self.start.model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
         base, length = self.start.model, state.shape[1]
         places = base.rotary_emb(state, torch.arange(length, device=state.device)[None])
         ahead = torch.full((length, length), torch.finfo(state.dtype).min, device=state.device)
