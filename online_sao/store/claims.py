@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
@@ -15,6 +16,16 @@ from online_sao.store.rows import Row, completion_from, request_from
 from online_sao.store.states import is_settled, lag_of
 from online_sao.store.tables import EpisodeRow, JudgementRow, LedgerRow, RolloutRow
 from online_sao.types import DiscardReason, EpisodeRewards, LedgerState, Trajectory
+
+logger = logging.getLogger(__name__)
+
+# Run for each reply of a batch, so it is built once: building it costs as much as running it.
+_RECORD = (
+    sa.select(RolloutRow, LedgerRow.episode_id, JudgementRow.reward)
+    .join(LedgerRow, LedgerRow.rollout_id == RolloutRow.id)
+    .join(JudgementRow, JudgementRow.seq == LedgerRow.judgement_seq, isouter=True)
+    .where(RolloutRow.id == sa.bindparam("rollout_id"))
+)
 
 Steps = Mapping[int, int]
 """Policy version -> published versions since."""
@@ -119,22 +130,26 @@ def _episode(
 
 
 def _load(conn: sa.Connection, rollout_id: str, steps: Steps) -> Trajectory | DiscardReason:
-    """A judged reply's trajectory, or why there is none. One by one, so that a row whose bytes
-    cannot be read spoils no other."""
+    """A judged reply's trajectory, or why there is none.
+
+    One by one, so that a row whose bytes cannot be read spoils no other.
+    """
     try:
-        row = conn.execute(
-            sa.select(RolloutRow, LedgerRow.episode_id, JudgementRow.reward)
-            .join(LedgerRow, LedgerRow.rollout_id == RolloutRow.id)
-            .join(JudgementRow, JudgementRow.seq == LedgerRow.judgement_seq, isouter=True)
-            .where(RolloutRow.id == rollout_id)
-        ).one()
-        lag = lag_of([tuple(span) for span in row.version_spans], steps)
-        if lag is None:
-            return DiscardReason.STALE
-        completion = completion_from(row)
-        assert completion is not None, "only complete rollouts are judged"
-        # SQLite keeps NaN as NULL.
-        reward = math.nan if row.reward is None else row.reward
-        return Trajectory.from_rollout(request_from(row), completion, reward, lag)
-    except (RolloutRefused, ValueError):
+        row = conn.execute(_RECORD, {"rollout_id": rollout_id}).one_or_none()
+        if row is None:
+            raise RolloutRefused(DiscardReason.MALFORMED, "there is no record of it")
+        return _trajectory(row, steps)
+    # What a row may hold that this code never wrote: each is data, and must not stop the learner.
+    except (RolloutRefused, ValueError, TypeError) as error:
+        logger.warning("action=rollout_malformed rollout=%s error=%s", rollout_id, error)
         return DiscardReason.MALFORMED
+
+
+def _trajectory(row: Row, steps: Steps) -> Trajectory | DiscardReason:
+    lag = lag_of([tuple(span) for span in row.version_spans], steps)
+    if lag is None:
+        return DiscardReason.STALE
+    completion = completion_from(row)
+    assert completion is not None, "only complete rollouts are judged"
+    reward = math.nan if row.reward is None else row.reward  # SQLite keeps NaN as NULL
+    return Trajectory.from_rollout(request_from(row), completion, reward, lag)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from online_sao.types import (
     NotTrainable,
     Outcome,
     RolloutCompletion,
+    UpdateKind,
     VersionSpan,
     new_id,
 )
@@ -425,6 +427,58 @@ async def test_however_the_end_and_the_replies_cross_one_reply_is_judged(world: 
         await world.judge(requests[-1].id)
 
 
+async def test_players_judges_learners_and_users_at_once_leave_every_episode_whole(
+    world: World,
+) -> None:
+    await world.store.add_base_version("base", "00")
+    await world.rubric_id()
+    dice, episodes = random.Random(4), []
+    done = asyncio.Event()
+
+    async def play() -> None:
+        for _ in range(5):
+            episode_id = await declared(world)
+            episodes.append(episode_id)
+            for completion in (FIRST, dice.choice([SECOND, STRANGER]), THIRD):
+                rollout_id = await reply(world, episode_id, **completion)
+                if dice.random() < 0.3:
+                    await world.store.add_feedback(thumb(rollout_id))
+            late = world.store.add_feedback(thumb(rollout_id, False))
+            await asyncio.gather(world.store.close_episode(episode_id), late)
+
+    async def judge_all(owner: str) -> None:
+        while not done.is_set():
+            for rollout, _ in await world.store.claim_unjudged(owner, limit=3, lease_s=60):
+                verdict = await world.judgement(rollout.id, float(dice.random() < 0.5))
+                await world.store.record_judgement(verdict, owner)
+            await asyncio.sleep(0.001)
+
+    async def learn(owner: str) -> None:
+        while not done.is_set():
+            batch = await world.claim(dice.choice([1, 2]), owner=owner)
+            ids = [rollout_id for t in batch for rollout_id in t.rollout_ids]
+            if batch:
+                update = world.update(ids, UpdateKind.CRITIC_ONLY)
+                await world.store.commit_update(owner, update, None)
+            await asyncio.sleep(0.001)
+
+    async def watch() -> None:
+        while (await world.counts()).get(S.CRITIC_ONLY) != 60:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        done.set()
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(
+            *(play() for _ in range(4)),
+            *(judge_all(f"judge-{n}") for n in range(2)),
+            *(learn(f"learner-{n}") for n in range(2)),
+            watch(),
+        )
+    assert len(episodes) == 20
+    for episode_id in episodes:
+        assert (await world.store.get_episode(episode_id)).counts == {S.CRITIC_ONLY: 3}
+
+
 # -- records that make no trajectory -------------------------------------------------------------
 
 
@@ -452,6 +506,8 @@ async def test_a_reward_that_is_not_finite_discards_that_reply_alone(
         "prompt_ids = substr(prompt_ids, 1, 0)",
         "version_spans = '[[0,0,2]]'",
         "version_spans = 'torn'",
+        "version_spans = NULL",
+        "sampling = '{\"tempo\": 1}'",
     ],
 )
 async def test_a_corrupt_row_is_discarded_alone_and_the_rest_is_claimed(

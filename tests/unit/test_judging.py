@@ -80,14 +80,19 @@ async def store() -> AsyncIterator[MemoryStore]:
     await memory.aclose()
 
 
-async def serve(store: MemoryStore, n: int = 1, session: str = "s") -> list[str]:
+async def serve(
+    store: MemoryStore, n: int = 1, session: str = "s", episode_id: str | None = None
+) -> list[str]:
     """n served, trainable replies of two tokens each; their ids."""
     ids = []
     for i in range(n):
         rollout_id = new_id(ROLLOUT_PREFIX)
         messages = (Message("user", f"question {i}"),)
         now = utc_now()
-        await store.insert_rollout(RolloutRequest(rollout_id, now, messages, Sampling(), session))
+        request = RolloutRequest(
+            rollout_id, now, messages, Sampling(), session, episode_id=episode_id
+        )
+        await store.insert_rollout(request)
         await store.complete_rollout(
             RolloutCompletion(
                 rollout_id=rollout_id,
@@ -392,6 +397,42 @@ async def test_a_rubric_edited_in_mid_flight_changes_none_of_fifty_running_judge
     judgements = [(await store.list_judgements(id_))[0] for id_ in ids]
     assert Counter(j.rubric_id for j in judgements) == {old.id: 50, new.id: 10}
     assert all(j.reason == j.rubric_id for j in judgements)
+
+
+async def test_an_episode_has_one_look_and_a_thumb_on_any_of_its_replies_decides(
+    store: MemoryStore,
+) -> None:
+    rubric = load_rubric("thumbs")
+    await store.put_rubric(rubric.name, rubric.judge, rubric.criteria)
+    await store.open_episode("ep_1")
+    ids = await serve(store, 3, episode_id="ep_1")
+    worker = JudgingWorker(store, JudgingSettings(feedback_wait_s=600), owner="judge-1")
+    said = Feedback(new_id(FEEDBACK_PREFIX), ids[0], utc_now(), "thumbs", True)
+    await store.add_feedback(said)
+    assert await worker.judge_once() == 0  # nothing before the end
+    await store.close_episode("ep_1")
+    assert await worker.judge_once() == 1
+    told = [await store.list_judgements(rollout_id) for rollout_id in ids]
+    assert [[j.reward for j in each] for each in told] == [[1.0]] * 3
+    assert [each[0].judge for each in told] == ["episode", "episode", rubric.judge]
+    assert worker.judged == 1
+
+
+async def test_a_judge_that_fails_on_an_episode_for_good_expires_all_of_it(
+    store: MemoryStore,
+) -> None:
+    async def ask(evidence: Evidence, rubric: RubricVersion) -> Verdict:
+        raise JudgeError("down")
+
+    await store.open_episode("ep_1")
+    ids = await serve(store, 2, episode_id="ep_1")
+    await store.close_episode("ep_1")
+    worker = make_worker(store, ask, max_attempts=2)
+    for _ in range(2):
+        await worker.judge_once()
+    assert [await state_of(store, i) for i in ids] == [LedgerState.EXPIRED] * 2
+    told = [[j.reward for j in await store.list_judgements(i)] for i in ids]
+    assert told == [[None], [None, None]]  # the last one's failure is its alone
 
 
 async def test_never_more_than_concurrency_judgements_at_once(store: MemoryStore) -> None:
