@@ -5,11 +5,39 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 
 import pytest
 from gateway_support import Bench, HandEngine, bench, error_of, reply_of
 
-from online_sao.types import EPISODE_PREFIX, LedgerState, new_id, parse_id
+from online_sao.types import (
+    EPISODE_PREFIX,
+    JSON,
+    JUDGEMENT_PREFIX,
+    Judgement,
+    JudgementState,
+    LedgerState,
+    Message,
+    RenderedPrompt,
+    new_id,
+    parse_id,
+    utc_now,
+)
+
+
+class GrowingChat(HandEngine):
+    """Renders each chat as the ids of the one before, its reply's, and one more."""
+
+    def __init__(self) -> None:
+        super().__init__(reply_of("A", "b", version=0))
+        self._ids: tuple[int, ...] = (1,)
+
+    async def render(
+        self, messages: Sequence[Message], *, tools: Sequence[JSON] = ()
+    ) -> RenderedPrompt:
+        prompt = RenderedPrompt((*self._ids, 2))
+        self._ids = (*prompt.token_ids, 10, 11)
+        return prompt
 
 
 async def declared(b: Bench[HandEngine]) -> str:
@@ -143,3 +171,29 @@ async def test_a_reply_in_flight_when_its_episode_is_closed_still_belongs_to_it(
         assert (await chat).status_code == 200
         ended = (await b.client.get(f"/v1/episodes/{episode_id}")).json()
         assert (ended["counts"]["awaiting_judgement"], ended["rewards"]) == (1, "one")
+
+
+async def test_chats_whose_ids_extend_each_other_are_one_trajectory_for_the_learner() -> None:
+    engine = GrowingChat()
+    async with bench(engine) as b:
+        rubric = await b.store.put_rubric("r", "a:J", {})
+        await b.store.add_base_version("base", "00")
+        episode_id = await declared(b)
+        replies = [await b.chat(sao={"episode_id": episode_id}) for _ in range(2)]
+        await b.client.post(f"/v1/episodes/{episode_id}/close")
+        ((last, _),) = await b.store.claim_unjudged("j", limit=9, lease_s=60)
+        await b.store.record_judgement(
+            Judgement(
+                new_id(JUDGEMENT_PREFIX), last.id, utc_now(), rubric.id, "a:J",
+                JudgementState.SCORED, 1, 1, 1.0,
+            ),
+            "j",
+        )  # fmt: skip
+        (trajectory,) = await b.store.claim_trajectories(
+            "l", size=1, lease_s=60, max_lag=8, max_train_tokens=100, skip_cut=False
+        )
+        assert trajectory.rollout_ids == tuple(reply.json()["id"] for reply in replies)
+        assert trajectory.token_ids == (1, 2, 10, 11, 2, 10, 11)
+        o, a = False, True
+        assert trajectory.action_mask == (o, o, a, a, o, a, a)
+        assert trajectory.reward == 1.0
