@@ -206,6 +206,43 @@ def doctor(
     raise typer.Exit(0 if well else 1)
 
 
+@app.command()
+def ablate(
+    folder: Annotated[
+        Path, typer.Option("--out", help="Folder of runs and report; goes on there.")
+    ] = Path("ablation"),
+    quick: Annotated[bool, typer.Option("--quick", help="Five arms, minutes.")] = False,
+    task: Annotated[str, typer.Option(help="tools, single, or both.")] = "both",
+    arms: Annotated[str, typer.Option(help="all, or names with commas between.")] = "all",
+    lag: Annotated[int, typer.Option(min=0, help="Versions that rollouts lag behind.")] = 4,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of every arm.")] = 3,
+    updates: Annotated[
+        int | None, typer.Option(min=1, help="Policy updates of a run (60; quick: 40).")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=0, help="Runs at once; 0: one a core.")] = 0,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Of what is finished; run nothing.")
+    ] = False,
+) -> None:
+    """Compare SAO with its ablations and with other methods, on tiny tasks, with a chosen lag.
+
+    Two tasks: arithmetic with a calculator (several turns) and sorting digits (one). Every run
+    trains a small policy with the service's own trainer; runs go on where they were stopped.
+    Writes report.md, CSV files and figures. Exit code 1 if a run failed.
+    """
+    from online_sao.ablation import command
+
+    request = command.Request(
+        task=task, arms=arms, lag=lag, seeds=seeds, updates=updates, quick=quick, out=folder,
+        jobs=jobs or wiring.cores(), report_only=report_only,
+    )  # fmt: skip
+    try:
+        well = _guard(lambda: command.ablate(request, out))
+    except KeyboardInterrupt:
+        _fail(f"stopped; the same command goes on with what is in {folder}")
+    raise typer.Exit(0 if well else 1)
+
+
 @config_app.command("show")
 def config_show(
     config: ConfigOption = None, preset: PresetOption = None, data: DataOption = None

@@ -1,0 +1,1 @@
+"""`online-sao ablate`: the paper's comparisons on tiny tasks, with the real trainer."""

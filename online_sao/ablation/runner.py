@@ -1,0 +1,209 @@
+"""All runs of a comparison: side by side, each in a file of its own, never done twice.
+
+    <out>/policies/           the warm-started policies
+    <out>/runs/<name>.jsonl   a finished run: a head, then a line per update
+
+A run's file appears whole or not at all, and carries the digest of its plan: the same command goes
+on where it was stopped, and a plan that changed is run again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from online_sao.ablation.runs import Outcome, Plan, Record, run
+from online_sao.ablation.tasks import TASKS
+from online_sao.ablation.tiny import TinyPolicy, prepare
+
+POLICIES, RUNS = "policies", "runs"
+_TICK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run as its file tells it."""
+
+    head: Mapping[str, Any]
+    updates: tuple[Record, ...]
+
+
+def run_file(out: Path, plan: Plan) -> Path:
+    """Where the run's file stands."""
+    return out / RUNS / f"{plan.name}.jsonl"
+
+
+def finished(out: Path, plan: Plan) -> Finished | None:
+    """The run, if it was done with this very plan."""
+    path = run_file(out, plan)
+    if not path.exists():
+        return None
+    head, *updates = map(json.loads, path.read_text().splitlines())
+    return Finished(head, tuple(updates)) if head["digest"] == plan.digest else None
+
+
+def write(out: Path, outcome: Outcome, seconds: float) -> None:
+    """The run's file, whole or not at all."""
+    plan = outcome.plan
+    head = {
+        "digest": plan.digest,
+        "plan": asdict(plan),
+        "critic_only": outcome.critic_only,
+        "start": outcome.start,
+        "held_out": outcome.held_out,
+        "seconds": seconds,
+    }
+    path = run_file(out, plan)
+    aside = path.with_suffix(f".{os.getpid()}")
+    aside.write_text("".join(json.dumps(line) + "\n" for line in (head, *outcome.updates)))
+    aside.replace(path)
+
+
+def run_all(plans: Sequence[Plan], out: Path, jobs: int, console: Console) -> dict[str, str]:
+    """Do what is not done yet, `jobs` at a time; returns each failed run's reason."""
+    (out / RUNS).mkdir(parents=True, exist_ok=True)
+    missing = [plan for plan in plans if finished(out, plan) is None]
+    again = sum(run_file(out, plan).exists() for plan in missing)
+    console.print(
+        f"{len(plans)} runs, {len(plans) - len(missing)} of them done before"
+        + (f", {again} to do again because their plan changed" if again else "")
+    )
+    if not missing:
+        return {}
+    with _bars(console) as bars, _Crew(jobs, bars) as crew:
+        lessons = dict.fromkeys((plan.task, plan.tiny) for plan in missing)
+        taught = [
+            _Work(f"warm start: {task}", tiny.steps, _teach, (out, task, tiny))
+            for task, tiny in lessons
+        ]
+        failed = crew.do(taught)
+        if failed:
+            return failed
+        runs = [_Work(plan.name, plan.updates, _run, (out, plan)) for plan in missing]
+        return crew.do(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A piece of work for one process."""
+
+    name: str
+    steps: int
+    do: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+
+class _Crew:
+    """Worker processes of one thread each, and the bar that shows what they have done."""
+
+    def __init__(self, jobs: int, bars: Progress) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._bars = bars
+        self._steps = context.SimpleQueue()
+        self._pool = ProcessPoolExecutor(
+            jobs, mp_context=context, initializer=_begin, initargs=(self._steps,)
+        )
+
+    def __enter__(self) -> _Crew:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        processes = list((self._pool._processes or {}).values())
+        self._pool.shutdown(wait=kind is None, cancel_futures=True)
+        if kind is not None:  # stopped: what is half done is done again another time
+            for process in processes:
+                process.terminate()
+
+    def do(self, works: Sequence[_Work]) -> dict[str, str]:
+        """All of it; returns the reasons of what failed, by name."""
+        failed: dict[str, str] = {}
+        bar = self._bars.add_task("", total=sum(work.steps for work in works), runs="")
+        names: dict[Future[None], str] = {}
+        try:
+            names = {self._pool.submit(w.do, *w.arguments): w.name for w in works}
+            pending = set(names)
+            while pending:
+                done, pending = wait(pending, _TICK_S, FIRST_COMPLETED)
+                self._show(bar, len(names) - len(pending), len(names))
+                for future in done:
+                    error = future.exception()
+                    if error is not None:
+                        failed[names[future]] = _reason(error)
+                        self._bars.console.print(f"{names[future]} failed: {_reason(error)}")
+        except BrokenProcessPool as error:
+            failed |= {w.name: _reason(error) for w in works if w.name not in names.values()}
+        self._show(bar, len(works), len(works))
+        return failed
+
+    def _show(self, bar: Any, done: int, total: int) -> None:
+        while not self._steps.empty():
+            self._steps.get()
+            self._bars.advance(bar)
+        self._bars.update(bar, runs=f"{done}/{total}")
+
+
+def _bars(console: Console) -> Progress:
+    return Progress(
+        TextColumn("done {task.fields[runs]}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps, left:"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, BrokenProcessPool):
+        return "a worker process died (out of memory?)"
+    return f"{type(error).__name__}: {error}"
+
+
+# -- in the worker processes ----------------------------------------------------------------------
+
+_tell_step: Callable[..., None] = lambda *_: None  # noqa: E731 - set once a process begins
+
+
+def _begin(steps: Any) -> None:
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    global _tell_step
+    torch.set_num_threads(1)
+    logging.getLogger().setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+    _tell_step = lambda *_: steps.put(1)  # noqa: E731
+
+
+def _teach(out: Path, task: str, tiny: TinyPolicy) -> None:
+    (out / POLICIES).mkdir(parents=True, exist_ok=True)
+    prepare(tiny, TASKS[task], out / POLICIES, _tell_step)
+
+
+def _run(out: Path, plan: Plan) -> None:
+    begin = time.monotonic()
+    folder = prepare(plan.tiny, TASKS[plan.task], out / POLICIES)
+    write(out, run(plan, folder, _tell_step), time.monotonic() - begin)
+
+
+def plans_for(tasks: Iterable[str], arms: Iterable[str], seeds: int, **shared: Any) -> list[Plan]:
+    """Every arm and seed on every task; seed by seed, so that a stopped comparison has all arms."""
+    arms = list(arms)
+    return [
+        Plan(task=task, arm=arm, seed=seed, **shared)
+        for seed in range(seeds)
+        for task in tasks
+        for arm in arms
+    ]
