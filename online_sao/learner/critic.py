@@ -16,8 +16,7 @@ from online_sao.learner.batch import TrajectoryBatch
 from online_sao.learner.dealing import MicroBatch, micro_batches
 from online_sao.learner.models import CriticNetwork, Decoder
 from online_sao.learner.ranks import ALONE, Ranks
-from online_sao.learner.sharding import place, renewed, shard
-from online_sao.learner.weights import TrainedWeights
+from online_sao.learner.weights import train
 
 
 class Critic:
@@ -42,23 +41,12 @@ class Critic:
             train_embeddings=algorithm.critic_embeddings == "trained",
         )
         twin = None if exact is None else CriticNetwork(exact, Decoder.of(exact), layers)
-        exacts = models.exact_parameters(parameters, twin)
-        shard(
-            self.network.backbone,
-            self.network.layers,
-            ranks,
-            trained=parameters.values(),
-            exact=None if twin is None else twin.layers,
-        )
-        place(self.network, ranks)
-        self.weights = TrainedWeights(
-            renewed(parameters, self.network, ranks),
+        self.weights = train(
+            self.network, self.network.backbone, self.network.layers, parameters, settings, ranks,
             lr=settings.critic_lr,
-            adam_eps=settings.adam_eps,
-            grad_clip=settings.grad_clip,
-            exact=exacts,
-            ranks=ranks,
-        )
+            exact=models.exact_parameters(parameters, twin),
+            exact_layers=None if twin is None else twin.layers,
+        )  # fmt: skip
         if settings.activation_checkpointing:
             models.enable_recomputation(self.network.backbone, self.network.layers)
         self._bounded = algorithm.value_head == "sigmoid"

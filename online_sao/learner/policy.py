@@ -24,8 +24,8 @@ from online_sao.learner.head import ActionScores, HeadScorer, Objective
 from online_sao.learner.lora import Adapter
 from online_sao.learner.models import Decoder
 from online_sao.learner.ranks import ALONE, Ranks
-from online_sao.learner.sharding import place, renewed, shard
-from online_sao.learner.weights import TrainedWeights
+from online_sao.learner.sharding import place, shard
+from online_sao.learner.weights import train
 
 
 @dataclass(slots=True)
@@ -120,36 +120,29 @@ class Policy:
             parameters = self.adapter.parameters()
         else:
             parameters = models.policy_parameters(model, self.decoder, settings.policy_layers)
-        self.start: StartPolicy | None = None
-        if start is not None and self.adapter is not None:
-            self.start = StartPolicy.within(self.decoder, first, self.adapter)
-        elif start is not None:
-            self.start = StartPolicy.beside(self.decoder, first or None, Decoder.of(start))
+        self.start = self._start_of(start, first)
         exacts = None if self.adapter else models.exact_parameters(parameters, exact)
-        shard(
-            self.decoder.base,
-            self.decoder.layers,
-            ranks,
-            trained=parameters.values(),
-            exact=None if exact is None else Decoder.of(exact).layers,
-        )
-        place(model, ranks)
+        self.weights = train(
+            model, self.decoder.base, self.decoder.layers, parameters, settings, ranks,
+            lr=settings.policy_lr,
+            exact=exacts,
+            exact_layers=None if exact is None else Decoder.of(exact).layers,
+        )  # fmt: skip
         if self.start is not None:
             self.start.shard(ranks)
-        self.weights = TrainedWeights(
-            renewed(parameters, model, ranks),
-            lr=settings.policy_lr,
-            adam_eps=settings.adam_eps,
-            grad_clip=settings.grad_clip,
-            exact=exacts,
-            ranks=ranks,
-        )
         if settings.activation_checkpointing:
             models.enable_recomputation(model, self.decoder.layers[first:])
         start_head = self.decoder.head if self.start is None else self.start.head
         self._scorer = HeadScorer(
             self.decoder.head, start_head, reverse_kl, entropy_pulls, self.decoder.change
         )
+
+    def _start_of(self, start: Any | None, first_trained: int) -> StartPolicy | None:
+        if start is None:
+            return None
+        if self.adapter is not None:
+            return StartPolicy.within(self.decoder, first_trained, self.adapter)
+        return StartPolicy.beside(self.decoder, first_trained or None, Decoder.of(start))
 
     def score(self, part: TrajectoryBatch, objective: Objective | None) -> ActionScores:
         """Scores of the part's action tokens, in row-major order of its mask.

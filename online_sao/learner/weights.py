@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from online_sao.config import LearnerSettings
 from online_sao.errors import LearnerError, ModelError, UpdateNotFinite
 from online_sao.learner.ranks import ALONE, Ranks
-from online_sao.learner.sharding import clip_gradients, like, whole
+from online_sao.learner.sharding import clip_gradients, like, place, renewed, shard, whole
 
 WEIGHT_DECAY = 0.0
 """The paper names none; the KL term is what holds the policy."""
@@ -186,6 +187,33 @@ class TrainedWeights:
         for name, master in self.masters.items():
             if self.copies[name] is not master:
                 self.copies[name].copy_(master)
+
+
+def train(
+    network: nn.Module,
+    base: nn.Module,
+    layers: nn.ModuleList,
+    parameters: Mapping[str, nn.Parameter],
+    settings: LearnerSettings,
+    ranks: Ranks,
+    *,
+    lr: float,
+    exact: Mapping[str, Tensor] | None = None,
+    exact_layers: nn.ModuleList | None = None,
+) -> TrainedWeights:
+    """Let `parameters` of the network train: its `layers`, which `base` runs, are cut up over the
+    ranks first. `exact` and `exact_layers` are the same in fp32, where the network is rounded.
+    """
+    shard(base, layers, ranks, trained=parameters.values(), exact=exact_layers)
+    place(network, ranks)
+    return TrainedWeights(
+        renewed(parameters, network, ranks),
+        lr=lr,
+        adam_eps=settings.adam_eps,
+        grad_clip=settings.grad_clip,
+        exact=exact,
+        ranks=ranks,
+    )
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
