@@ -116,29 +116,29 @@ def markdown(runs: Runs, heading: str) -> str:
     lines.append(
         "Mean over the seeds, in brackets the lowest and the highest. `reward` and `EV`: over "
         f"the last {LAST:.0%} of the updates; `over all`: reward over all of them; `held-out`: the "
-        "final policy on fresh prompts; the others: over all updates. Against `sao`, by held-out "
-        "success: higher or lower where every seed lies above or below every seed of sao's."
+        "final policy on fresh prompts; the others: over all updates. Against `sao`: higher or "
+        "lower where every seed lies above or below every seed of sao's."
     )
     return "\n".join(lines) + "\n"
 
 
 def _table(runs: Runs, task: str, arms: Sequence[str]) -> list[str]:
     head = (
-        "arm", "reward", "over all", "held-out", "against sao", "EV", "clip ratio", "outside band",
-        "gradient norm: policy", "critic", "s",
+        "arm", "held-out", "against sao", "over all", "against sao", "reward", "EV",
+        "clip ratio", "outside band", "gradient norm: policy", "critic", "s",
     )  # fmt: skip
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    reference = [Measured.of(run).held_out for run in runs.get((task, REFERENCE), ())]
+    reference = [Measured.of(run) for run in runs.get((task, REFERENCE), ())]
     for arm in arms:
         found = [Measured.of(run) for run in runs[task, arm]]
-        held_out = [m.held_out for m in found]
-        against = "" if arm == REFERENCE else verdict(held_out, reference)
+        held_out, over_all = [m.held_out for m in found], [m.reward_all for m in found]
         cells = (
             f"`{arm}`: {ARMS[arm].what}",
-            spread([m.reward for m in found]),
-            spread([m.reward_all for m in found]),
             spread(held_out),
-            against,
+            "" if arm == REFERENCE else verdict(held_out, [m.held_out for m in reference]),
+            spread(over_all),
+            "" if arm == REFERENCE else verdict(over_all, [m.reward_all for m in reference]),
+            spread([m.reward for m in found]),
             spread([m.explained_variance for m in found]),
             spread([m.clip_ratio for m in found], 4),
             spread([m.outside_band for m in found], 4),

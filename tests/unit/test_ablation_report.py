@@ -77,17 +77,17 @@ def test_the_table_by_hand() -> None:
     assert "What is an action" not in page  # of its arms only sao was run
     (row,) = [line for line in page.splitlines() if line.startswith("| `sao_unmasked`")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:3] == ["0.50 (0.50 to 0.50)"] * 2
-    assert cells[3:5] == ["0.20 (0.10 to 0.30)", "lower"]
-    assert cells[5:7] == ["0.50 (0.50 to 0.50)", "0.0200 (0.0200 to 0.0200)"]
+    assert cells[1:3] == ["0.20 (0.10 to 0.30)", "lower"]
+    assert cells[3:6] == ["0.50 (0.50 to 0.50)", "higher", "0.50 (0.50 to 0.50)"]
+    assert cells[6:8] == ["0.50 (0.50 to 0.50)", "0.0200 (0.0200 to 0.0200)"]
     (row,) = [line for line in page.splitlines() if line.startswith("| `grpo`")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert (cells[4], cells[5], cells[9]) == ("no difference measured", "-", "-")
+    assert (cells[2], cells[6], cells[10]) == ("no difference measured", "-", "-")
     (row, _) = [line for line in page.splitlines() if line.startswith("| `sao`")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:3] == ["0.70 (0.60 to 0.80)", "0.14 (0.12 to 0.16)"]
-    assert cells[3:5] == ["0.85 (0.80 to 0.90)", ""]
-    assert cells[10] == "10"
+    assert cells[1:4] == ["0.85 (0.80 to 0.90)", "", "0.14 (0.12 to 0.16)"]
+    assert cells[5] == "0.70 (0.60 to 0.80)"
+    assert cells[11] == "10"
 
 
 def test_the_files_hold_every_update_and_every_run(tmp_path: Path) -> None:

@@ -338,7 +338,7 @@ async def test_thirty_slow_streams_on_a_database_leave_the_other_endpoints_answe
     migrate(url)
     store = SqlStore(url)
     await store.open()
-    engine = HandEngine(reply_of(*"abcdefghijklmnopqrst"), delay=0.1)
+    engine = HandEngine(reply_of(*"abcdefghijklmnopqrst"), delay=0.3)
     limits = httpx.Limits(max_connections=100)
     async with (
         live(engine, store) as service,
