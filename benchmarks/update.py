@@ -45,7 +45,7 @@ from torch import Tensor
 
 from online_sao.config import AlgorithmSettings, LearnerSettings
 from online_sao.learner.batch import TrajectoryBatch
-from online_sao.learner.dealing import deal, micro_batches
+from online_sao.learner.dealing import micro_batches
 from online_sao.learner.models import (
     Compute,
     CriticNetwork,
@@ -146,8 +146,9 @@ class BareLoop:
                     base, stack, ranks, trained=[p for p in stack.parameters() if p.requires_grad]
                 )
         whole = TrajectoryBatch.from_trajectories(trajectories, compute.device)
-        hand = deal(whole.lengths.tolist(), ranks.size)[ranks.rank]
-        self.batch = whole.select(torch.tensor(hand))
+        own = micro_batches(whole, settings.micro_batch_tokens, ranks) if ranks.size > 1 else []
+        rows = [part.rows for part in own if part.counts] or [torch.arange(len(trajectories))]
+        self.batch = whole.select(torch.cat(rows))
         self.passes = AlgorithmSettings().critic_updates
         self.kl_coef = AlgorithmSettings().kl_coef
 

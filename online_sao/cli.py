@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, cast
@@ -106,6 +108,7 @@ def learn(config: ConfigOption = None) -> None:
     if ranks is not None and not ranks.first:
         for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 stops, and dismisses us
             signal.signal(number, signal.SIG_IGN)
+        threading.Thread(target=_end_when_orphaned, args=(os.getppid(),), daemon=True).start()
         _guard(lambda: wiring.follow(settings, ranks))
         return
     parent = os.getppid()
@@ -352,6 +355,13 @@ def _run_until_signal(work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         await work(stop)
 
     _guard(lambda: asyncio.run(main_task()))
+
+
+def _end_when_orphaned(parent: int) -> NoReturn:
+    """A rank that only follows, waiting in a collective, hears no signal and sees no event."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 async def _stop_when_orphaned(parent: int, stop: asyncio.Event) -> None:

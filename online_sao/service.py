@@ -41,7 +41,8 @@ LEARNER_NICE = 10
 ENGINE_ALARM = "engine_down"
 LEARNER_ALARM = "learner_died"
 HEARTBEAT_NOTE = "learner_heartbeat"
-"""Written by the learner; the pid in it proves that this very process works."""
+"""Written by the learner; the pid in it (of several ranks, their torchrun's) proves that this very
+process works."""
 LEASE_RECOVERY_S = 10
 IDLE_EPISODES_S = 5
 ENGINE_PROBE_S = 5
@@ -270,7 +271,8 @@ class Service:
             return
         await self._store.clear_alarm(ENGINE_ALARM)
         heartbeat = await self._store.get_note(HEARTBEAT_NOTE)
-        if heartbeat is not None and heartbeat.get("pid") == self._learner_child.pid:
+        pids = () if heartbeat is None else (heartbeat.get("pid"), heartbeat.get("parent"))
+        if self._learner_child.pid is not None and self._learner_child.pid in pids:
             await self._store.clear_alarm(LEARNER_ALARM)
 
 

@@ -122,8 +122,20 @@ def follow(settings: Settings, ranks: Any) -> None:
 
 
 def check_live(settings: Settings) -> None:
-    """Raises ConfigError for a variant that live traffic cannot feed."""
-    variant = settings.algorithm.variant
+    """Raises ConfigError for settings that a service cannot learn with."""
+    variant, learner = settings.algorithm.variant, settings.learner
+    if learner.ranks > 1 and learner.lora_rank > 0:
+        raise ConfigError("learner.lora_rank goes with one process: set it to 0, or ranks to 1")
+    if variant == "running_mean" and settings.algorithm.running_mean_per == "prompt":
+        raise ConfigError(
+            "algorithm.running_mean_per = prompt needs prompts that come again: a service takes "
+            "the mean over all; `online-sao ablate` runs it"
+        )
+    if not settings.algorithm.has_critic and load_rubric(settings).episodes == "each":
+        raise ConfigError(
+            f"algorithm.variant = {variant} knows one reward an episode: use a rubric without "
+            '`episodes = "each"`, or a variant with a critic'
+        )
     if variant not in LIVE_VARIANTS:
         raise ConfigError(
             f"algorithm.variant = {variant} needs prompts that come again, which live traffic does "
@@ -193,13 +205,18 @@ def _export_whole(trainer: Trainer, folder: Path) -> None:
     publish_folder(draft, folder)
 
 
+STOP_S = 110
+"""How long torchrun lets ranks finish their update and write their state; `up` waits longer."""
+
+
 def learner_command(settings_file: Path, ranks: int = 1) -> list[str]:
     """The argv of the learner's process; of torchrun, where several share it."""
     work = ["-m", "online_sao", "learn", "--config", str(settings_file)]
     if ranks == 1:
         return [sys.executable, *work]
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, *start, *work]
+    patience = ["--shutdown-timeout", str(STOP_S)]
+    return [sys.executable, *start, *patience, *work]
 
 
 def cores() -> int:

@@ -85,7 +85,7 @@ class CriticAdvantages:
         lasts = s.action_level == "step_last_token"
         fitted = variants.last_tokens_of_steps(chain) if lasts else chain
         nothing = torch.zeros_like(batch.rewards)
-        _, returns = sao.skip_observation_gae(batch.rewards, nothing, chain, gamma=s.gamma, lam=1.0)
+        returns = self._returns(batch.rewards, nothing, chain)
         share = sao.mean_denominator(fitted, per_trajectory=s.loss_mean == "trajectory")
         values, loss, norm = self._critic.update(batch, returns, share, chain, fitted)
         for _ in range(s.critic_updates - 1):
@@ -94,10 +94,19 @@ class CriticAdvantages:
         return Estimate(
             advantages=torch.where(mask, self._gae(batch.rewards, judging, chain), 0.0),
             values=torch.where(mask, values, 0.0),
-            returns=returns,
+            returns=torch.where(mask, returns, 0.0),
             valued=fitted & mask,
             metrics={"value_loss": loss, "critic_grad_norm": norm},
         )
+
+    def _returns(self, rewards: Tensor, nothing: Tensor, chain: Tensor) -> Tensor:
+        """From each token on, or from the start of its step."""
+        gamma = self._settings.gamma
+        if self._settings.action_level == "token":
+            return sao.skip_observation_gae(rewards, nothing, chain, gamma=gamma, lam=1.0)[1]
+        return variants.step_level_gae(
+            rewards, nothing, chain, gamma=gamma, lam=1.0, value="average"
+        )[1]
 
     def _gae(self, rewards: Tensor, values: Tensor, chain: Tensor) -> Tensor:
         s = self._settings
@@ -165,7 +174,8 @@ class RunningMeanAdvantages:
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Take them; of a wider window the newest."""
         seen = _part(memory, "seen")
-        self._seen = {key: list(rewards)[-self._window :] for key, rewards in seen.items()}
+        with _readable():
+            self._seen = {key: list(rewards)[-self._window :] for key, rewards in seen.items()}
 
 
 class GroupAdvantages:
@@ -283,7 +293,8 @@ class SingleStreamAdvantages:
     def remember(self, memory: Mapping[str, Any]) -> None:
         """Take them."""
         visits = _part(memory, "visits")
-        self._visits = {key: _visit_from(visit) for key, visit in visits.items()}
+        with _readable():
+            self._visits = {key: _visit_from(visit) for key, visit in visits.items()}
 
 
 def make_estimator(settings: AlgorithmSettings, critic: Critic | None, drift: Drift) -> Estimator:
@@ -326,6 +337,14 @@ def _part(memory: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(part, Mapping):
         raise ModelError(f"the saved state has no `{name}`: it is another variant's")
     return part
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"the saved state cannot be read: {error!r}") from error
 
 
 def _visit_json(visit: _Visit) -> dict[str, Any]:

@@ -70,12 +70,11 @@ class TrajectoryBatch:
             lengths=self.lengths[rows],
         )
 
-    def micro_batches(self, max_tokens: int, among: Sequence[int] | None = None) -> list[Tensor]:
+    def micro_batches(self, max_tokens: int) -> list[Tensor]:
         """Rows of each micro-batch: of like length, at most `max_tokens` padded tokens each (a
-        longer trajectory goes alone). Every row `among` (None: of all) stands in exactly one.
+        longer trajectory goes alone). Every row stands in exactly one.
         """
-        wanted = range(len(self.lengths)) if among is None else among
-        rows = sorted(wanted, key=lambda row: (-int(self.lengths[row]), row))
+        rows = sorted(range(len(self.lengths)), key=lambda row: (-int(self.lengths[row]), row))
         sizes = partition([int(self.lengths[row]) for row in rows], max_tokens)
         return list(torch.split(torch.tensor(rows, device=self.lengths.device), sizes))
 

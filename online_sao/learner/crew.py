@@ -22,6 +22,8 @@ from online_sao.types import TrainingResult, Trajectory
 logger = logging.getLogger(__name__)
 
 DISMISSED = "dismissed"
+WRITES = ("export_policy", "save_state")
+"""Rank 0 alone writes, after all ranks have done their part: an error of its own is an answer."""
 
 
 class CrewTrainer:
@@ -71,24 +73,25 @@ def follow(trainer: Trainer, ranks: Ranks) -> None:
 
 
 def _carry_out(trainer: Trainer, ranks: Ranks, order: tuple[str, Any, Any]) -> Any:
-    """The order's answer. Raises the error that every rank met; ends the process over any other."""
+    """The order's answer. Raises the error that every rank met, or rank 0 in writing; ends the
+    process over any other.
+    """
     name, args, kwargs = order
+    answer, failure = None, None
     try:
         answer = getattr(trainer, name)(*args, **kwargs)
-    except OnlineSaoError as error:
-        if not _all_met(ranks, type(error).__name__):
-            _end(ranks, name, error)
-        raise
+    except (OnlineSaoError, OSError) as error:
+        failure = error
     # The boundary of a rank: whatever it is, the others wait for us, and must not wait for ever.
     except BaseException as error:  # noqa: BLE001
         _end(ranks, name, error)
-    if not _all_met(ranks, ""):
-        _end(ranks, name, None)
+    first, *others = ranks.all_say("" if failure is None else type(failure).__name__)
+    written_alone = name in WRITES and set(others) == {""}
+    if not written_alone and set(others) != {first}:
+        _end(ranks, name, failure)
+    if failure is not None:
+        raise failure
     return answer
-
-
-def _all_met(ranks: Ranks, word: str) -> bool:
-    return set(ranks.all_say(word)) == {word}
 
 
 def _end(ranks: Ranks, name: str, error: BaseException | None) -> NoReturn:

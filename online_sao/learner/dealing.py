@@ -1,8 +1,8 @@
 """Which trajectories a rank runs, and in which micro-batches.
 
 Every rank knows the whole batch and deals it the same way. Collectives must meet, so all ranks run
-the same number of micro-batches: who has fewer runs one of its own again and makes it count for
-nothing.
+the same number of micro-batches: who has one fewer runs one of its own again and makes it count
+for nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from online_sao.learner.batch import TrajectoryBatch
 from online_sao.learner.ranks import Ranks
+
+SHARDED_PASS_COST = 256
+"""What one more pass of all ranks costs each of them, in tokens: it gathers every layer again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +37,62 @@ class MicroBatch:
 
 def micro_batches(batch: TrajectoryBatch, max_tokens: int, ranks: Ranks) -> list[MicroBatch]:
     """This rank's micro-batches, of at most `max_tokens` padded tokens each."""
-    hands = deal(batch.lengths.tolist(), ranks.size)
-    groups = [batch.micro_batches(max_tokens, hand) for hand in hands]
-    own = [MicroBatch(rows, counts=True) for rows in groups[ranks.rank]]
-    company = own[-1].rows if own else batch.micro_batches(max_tokens)[-1][:1]
-    missing = max(map(len, groups)) - len(own)
-    return own + [MicroBatch(company, counts=False)] * missing
+    if ranks.size == 1:
+        return [MicroBatch(rows, counts=True) for rows in batch.micro_batches(max_tokens)]
+    groups = deal(batch.lengths.tolist(), max_tokens, ranks.size)
+    device = batch.lengths.device
+    own = [torch.tensor(group, device=device) for group in groups[ranks.rank :: ranks.size]]
+    found = [MicroBatch(rows, counts=True) for rows in own]
+    passes = -(-len(groups) // ranks.size)
+    company = own[-1] if own else torch.tensor(groups[-1][:1], device=device)
+    return found + [MicroBatch(company, counts=False)] * (passes - len(found))
 
 
-def deal(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Rows of each rank: the longest first, each to whoever has the fewest tokens so far."""
-    hands: list[list[int]] = [[] for _ in range(size)]
-    load = [0] * size
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        rank = load.index(min(load))
-        hands[rank].append(row)
-        load[rank] += lengths[row]
-    return hands
+def deal(lengths: Sequence[int], max_tokens: int, size: int) -> list[list[int]]:
+    """Groups of rows of like length, the i-th for rank i modulo `size`, all of about one cost.
+
+    The fewest passes that `max_tokens` allows, or more where less padding pays for them.
+    """
+    rows = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    ordered = [lengths[row] for row in rows]
+    best: tuple[float, list[int]] | None = None
+    for passes in range(1, len(lengths) + 1):
+        sizes = _even(ordered, passes * size)
+        largest = _cost(ordered, sizes)
+        if largest > max(max_tokens, ordered[0]):
+            continue
+        cost = passes * (largest + SHARDED_PASS_COST)
+        if best is not None and cost >= best[0]:
+            break
+        best = (cost, sizes)
+    assert best is not None, "a group of one row is always allowed"
+    begins = [sum(best[1][:i]) for i in range(len(best[1]))]
+    return [rows[b : b + n] for b, n in zip(begins, best[1], strict=True)]
+
+
+def _even(ordered: Sequence[int], groups: int) -> list[int]:
+    """Sizes of at most `groups` consecutive groups whose largest padded cost is the least."""
+    low, high = ordered[0], ordered[0] * len(ordered)
+    while low < high:
+        limit = (low + high) // 2
+        if len(_filled(ordered, limit)) <= groups:
+            high = limit
+        else:
+            low = limit + 1
+    return _filled(ordered, low)
+
+
+def _filled(ordered: Sequence[int], limit: int) -> list[int]:
+    """Sizes of groups that each take what `limit` padded tokens hold, longest rows first."""
+    sizes: list[int] = []
+    done = 0
+    while done < len(ordered):
+        sizes.append(min(limit // ordered[done], len(ordered) - done))
+        done += sizes[-1]
+    return sizes
+
+
+def _cost(ordered: Sequence[int], sizes: Sequence[int]) -> int:
+    """Padded tokens of the largest group."""
+    begins = [sum(sizes[:i]) for i in range(len(sizes))]
+    return max(ordered[begin] * size for begin, size in zip(begins, sizes, strict=True))

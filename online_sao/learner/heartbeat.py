@@ -19,7 +19,8 @@ EVERY_S = 5.0
 
 
 class Heartbeat:
-    """Writes `learner_heartbeat`: state, doing, version, updates, pid, owner, time.
+    """Writes `learner_heartbeat`: state, doing, version, updates, pid, parent, owner,
+    time.
 
     States: starting, waiting, paused, learning, backing_off, stopped. A database that is away
     is logged here and raised by whatever the loop does next.
@@ -78,6 +79,7 @@ class Heartbeat:
             "version": self.version,
             "updates": self.updates,
             "pid": os.getpid(),
+            "parent": os.getppid(),
             "owner": self._owner,
             "time": utc_now().isoformat(),
         }

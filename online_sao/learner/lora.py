@@ -67,6 +67,7 @@ class Adapter:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             inject_adapter_in_model(config, model)
+        config.target_modules = set(names)  # PEFT shortens the names to endings when they are many
         return cls(config, {name: model.get_submodule(name) for name in names})
 
     @property

@@ -75,7 +75,7 @@ class StartPolicy:
     def shard(self, ranks: Ranks) -> None:
         """Cut its own layers up; those of the policy are."""
         shard(self.base, self.layers, ranks)
-        for part in (self.head, self.norm):
+        for part in (self.base, self.head, self.norm):
             if part is not None:
                 place(part, ranks)
 

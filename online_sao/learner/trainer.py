@@ -224,11 +224,8 @@ class SaoTrainer:
         self._estimator_ = make_estimator(s, critic, self._drift)
         if saved is None:
             self._updates = 0
-            return (
-                ""
-                if policy == self._start_policy
-                else ("no learner state: critic and both optimizers start afresh")
-            )
+            fresh = "critic and both optimizers start" if s.has_critic else "the optimizer starts"
+            return "" if policy == self._start_policy else f"no learner state: {fresh} afresh"
         self._updates = saved.updates
         return self._resume(saved, policy)
 
@@ -288,7 +285,9 @@ class SaoTrainer:
             state.write(folder)
 
     def policy_weights(self) -> dict[str, Tensor]:
-        """A copy of the policy network's parameters by name, in its compute dtype."""
+        """A copy of the policy network's parameters by name, in its compute dtype; adapters, where
+        there are some, as parameters of their own.
+        """
         parameters = self._policy.model.named_parameters()
         return {name: whole(p.detach()).clone() for name, p in parameters}
 

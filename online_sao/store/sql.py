@@ -184,7 +184,7 @@ class SqlStore:
         max_train_tokens: int,
         skip_cut: bool,
     ) -> list[Trajectory]:
-        """Exactly `size`, oldest first, or none; discards are kept either way."""
+        """`size` trajectories, oldest first, or none; discards are kept either way."""
         rules = ClaimRules(size, max_lag, max_train_tokens, skip_cut)
         return await self._write(claims.claim_trajectories, self._clock(), owner, lease_s, rules)
 

@@ -14,7 +14,7 @@ from tiny_llama import make_folder, sampled
 from torch import Tensor
 
 from online_sao.config import CRITIC_VARIANTS, VARIANTS, AlgorithmSettings, LearnerSettings
-from online_sao.errors import LearnerError, UpdateNotFinite
+from online_sao.errors import LearnerError, ModelError, UpdateNotFinite
 from online_sao.learner.advantages import (
     EVERYWHERE,
     Estimate,
@@ -394,3 +394,28 @@ def test_each_loss_says_which_tokens_it_left_without_a_pull(base: Path) -> None:
 def test_a_prompt_is_told_by_its_ids_before_the_first_action() -> None:
     assert prompt_key(replied(1.0, (3, 4), (5, 6))) == prompt_key(replied(0.0, (3, 4), (9,)))
     assert prompt_key(replied(1.0, (3, 4))) != prompt_key(replied(1.0, (34,)))
+
+
+@pytest.mark.parametrize(
+    ("variant", "memory"),
+    [
+        ("running_mean", {"seen": {"all": 3}}),
+        ("spo", {"visits": {"key": {}}}),
+        ("spo", {"visits": {"key": {"counts": [1, 2]}}}),
+    ],
+)
+def test_a_damaged_memory_is_said_to_be_one(base: Path, variant: str, memory: Any) -> None:
+    estimator = made(base, variant=variant)._estimator
+    with pytest.raises(ModelError, match="cannot be read"):
+        estimator.remember(memory)
+
+
+def test_a_step_s_return_is_discounted_by_steps(base: Path) -> None:
+    """gamma 0.5, two steps, reward 1 at the end: the first step's return is 0.5 at each token."""
+    for level, want in (("step_average", 0.5), ("step_last_token", 0.5), ("token", 0.125)):
+        trainer = made(base, action_level=level, gamma=0.5)
+        found = trainer._estimator.estimate(
+            [episode(1.0)], TrajectoryBatch.from_trajectories([episode(1.0)])
+        )
+        assert float(found.returns[0, 2]) == want
+        assert float(found.returns[0, -1]) == 1.0

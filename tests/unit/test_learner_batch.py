@@ -71,7 +71,6 @@ def test_each_row_is_in_one_micro_batch_within_the_limit(
 def test_rows_of_like_length_stand_together() -> None:
     batch = TrajectoryBatch.from_trajectories([trajectory("." * n + "a") for n in (1, 9, 2, 8)])
     assert [part.tolist() for part in batch.micro_batches(20)] == [[1, 3], [2, 0]]
-    assert [part.tolist() for part in batch.micro_batches(20, [0, 2, 3])] == [[3], [2, 0]]
 
 
 def test_one_more_pass_is_worth_its_cost_or_not() -> None:

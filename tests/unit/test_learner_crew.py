@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from online_sao.errors import ModelError, UpdateNotFinite
+from online_sao.errors import LearnerError, ModelError, UpdateNotFinite
 from online_sao.interfaces import Trainer
 from online_sao.learner.crew import DISMISSED, CrewTrainer, follow
 from online_sao.learner.ranks import ALONE, Ranks
@@ -115,3 +115,15 @@ def test_alone_nothing_is_said() -> None:
     assert ALONE.order(3) == 3
     assert ALONE.all_say("a") == ["a"]
     assert Ranks.join({}) == ALONE == Ranks.join({"WORLD_SIZE": "1"})
+
+
+@pytest.mark.parametrize("error", [LearnerError("is the disk full?"), OSError(28, "no space")])
+def test_what_rank_0_alone_could_not_write_is_an_answer(tmp_path: Path, error: Exception) -> None:
+    """All ranks have done their part by then, so they stand in the same place."""
+    failing = ScriptedTrainer(faults={"save": [error]})
+    with pytest.raises(type(error)):
+        crew(TwoRanks([""]), failing).save_state(tmp_path / "s")
+    with pytest.raises(Ended):
+        crew(TwoRanks(["ModelError"]), ScriptedTrainer(faults={"save": [error]})).save_state(
+            tmp_path / "t"
+        )

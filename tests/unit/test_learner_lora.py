@@ -426,3 +426,15 @@ def test_linear_weights_stored_under_another_name_are_an_error(base: Path) -> No
     write_manifest(base)
     with pytest.raises(ModelError, match="under another name"):
         made(base)
+
+
+def test_more_adapters_than_peft_writes_out_by_name_are_read_back(tmp_path: Path) -> None:
+    """28 of them: from 20 on PEFT's config would name them by their endings alone."""
+    start = make_folder(tmp_path / "base", num_hidden_layers=4)
+    trainer = updated(made(start, policy_layers=0), start)
+    assert trainer._policy.adapter is not None
+    assert len(trainer._policy.adapter.layers) == 28
+    trainer.export_policy(tmp_path / "v1")
+    again = made(start, tmp_path / "v1", policy_layers=0)
+    for name, master in masters(trainer).items():
+        assert torch.equal(masters(again)[name], master)

@@ -350,3 +350,19 @@ def test_a_service_refuses_a_variant_that_live_traffic_cannot_feed(
 @pytest.mark.parametrize("variant", ["sao", "vapo", "running_mean"])
 def test_a_service_learns_with_variants_of_single_replies(tmp_path: Path, variant: str) -> None:
     wiring.check_live(made(tmp_path, algorithm={"variant": variant}))
+
+
+def test_what_a_service_cannot_learn_with_is_said_at_its_start(tmp_path: Path) -> None:
+    per_prompt = {"variant": "running_mean", "running_mean_per": "prompt"}
+    with pytest.raises(ConfigError, match="running_mean_per = prompt"):
+        wiring.check_live(made(tmp_path, algorithm=per_prompt))
+    with pytest.raises(ConfigError, match="lora_rank"):
+        wiring.check_live(made(tmp_path, learner={"ranks": 2, "lora_rank": 8}))
+    rubric = tmp_path / "each.toml"
+    rubric.write_text(
+        'name = "each"\njudge = "judges.rules:RulesJudge"\nepisodes = "each"\n[criteria]\n'
+    )
+    judging = {"rubric": str(rubric)}
+    wiring.check_live(made(tmp_path, judging=judging))
+    with pytest.raises(ConfigError, match="one reward an episode"):
+        wiring.check_live(made(tmp_path, judging=judging, algorithm={"variant": "running_mean"}))
