@@ -13,6 +13,7 @@ import json
 import logging
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -181,10 +182,19 @@ def _begin(steps: Any) -> None:
     from transformers.utils import logging as transformers_logging
 
     global _tell_step
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     logging.getLogger().setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
     _tell_step = lambda *_: steps.put(1)  # noqa: E731
+
+
+def _end_with_parent() -> None:
+    """However the parent ends: a worker that nobody hears any more must not stay."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _teach(out: Path, task: str, tiny: TinyPolicy) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -137,3 +141,23 @@ def test_the_command_line_names_a_wrong_arm(tmp_path: Path) -> None:
     found = CliRunner().invoke(cli.app, ["ablate", "--arms", "sarsa", "--out", str(tmp_path)])
     assert found.exit_code == 1
     assert "there is no arm 'sarsa'" in found.stderr
+
+
+def test_workers_end_with_their_parent_however_it_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "online_sao", "ablate", "--task", "single", "--arms", "sao"]
+    parent = subprocess.Popen(
+        [*command, "--jobs", "1", "--updates", "1", "--seeds", "1", "--out", str(tmp_path)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        workers: list[psutil.Process] = []
+        while not (tmp_path / runner.POLICIES).exists():  # a worker has begun to teach
+            assert parent.poll() is None
+            workers = psutil.Process(parent.pid).children(recursive=True)
+            time.sleep(0.1)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert workers
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
