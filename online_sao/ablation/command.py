@@ -39,18 +39,24 @@ class Request:
     def plans(self) -> list[Plan]:
         """The runs. Raises ConfigError for a task or an arm that there is not."""
         tasks = list(TASKS) if self.task == "both" else [self.task]
-        named = QUICK if self.quick else tuple(ARMS)
-        if self.arms != "all":
-            named = tuple(dict.fromkeys(name.strip() for name in self.arms.split(",")))
+        named = self.named_arms()
         _check("task", tasks, [*TASKS, "both"])
         _check("arm", named, list(ARMS))
         updates = self.updates or (QUICK_UPDATES if self.quick else UPDATES)
         return plans_for(tasks, named, self.seeds, lag=self.lag, updates=updates, tiny=self.tiny)
 
+    def named_arms(self) -> tuple[str, ...]:
+        """The arms, whether they exist or not."""
+        if self.arms != "all":
+            return tuple(dict.fromkeys(name.strip() for name in self.arms.split(",")))
+        return QUICK if self.quick else tuple(ARMS)
+
     def heading(self, plans: Sequence[Plan]) -> str:
         """The settings of all runs, in a sentence."""
         plan = plans[0]
         return (
+            f"`online-sao ablate --task {self.task} --arms {','.join(self.named_arms())} "
+            f"--lag {plan.lag} --seeds {self.seeds} --updates {plan.updates}`. "
             f"Lag {plan.lag}, {self.seeds} seeds, {plan.updates} policy updates of {plan.batch} "
             f"trajectories, prompts from a pool of {plan.pool}; policy's rate {plan.policy_lr:g}, "
             f"critic's {plan.critic_lr:g}, the same for all arms."

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from online_sao.ablation.runs import Outcome, Plan, Record, run
 from online_sao.ablation.tasks import TASKS
-from online_sao.ablation.tiny import TinyPolicy, prepare
+from online_sao.ablation.tiny import TinyPolicy, is_prepared, prepare
 
 POLICIES, RUNS = "policies", "runs"
 _TICK_S = 0.2
@@ -51,8 +51,11 @@ def finished(out: Path, plan: Plan) -> Finished | None:
     path = run_file(out, plan)
     if not path.exists():
         return None
-    head, *updates = map(json.loads, path.read_text().splitlines())
-    return Finished(head, tuple(updates)) if head["digest"] == plan.digest else None
+    try:
+        head, *updates = map(json.loads, path.read_text().splitlines())
+        return Finished(head, tuple(updates)) if head["digest"] == plan.digest else None
+    except (ValueError, KeyError, TypeError):  # not ours, or damaged: it is done again
+        return None
 
 
 def write(out: Path, outcome: Outcome, seconds: float) -> None:
@@ -68,7 +71,10 @@ def write(out: Path, outcome: Outcome, seconds: float) -> None:
     }
     path = run_file(out, plan)
     aside = path.with_suffix(f".{os.getpid()}")
-    aside.write_text("".join(json.dumps(line) + "\n" for line in (head, *outcome.updates)))
+    with aside.open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in (head, *outcome.updates))
+        file.flush()
+        os.fsync(file.fileno())
     aside.replace(path)
 
 
@@ -88,6 +94,7 @@ def run_all(plans: Sequence[Plan], out: Path, jobs: int, console: Console) -> di
         taught = [
             _Work(f"warm start: {task}", tiny.steps, _teach, (out, task, tiny))
             for task, tiny in lessons
+            if not is_prepared(tiny, TASKS[task], out / POLICIES)
         ]
         failed = crew.do(taught)
         if failed:
@@ -110,11 +117,15 @@ class _Crew:
     """Worker processes of one thread each, and the bar that shows what they have done."""
 
     def __init__(self, jobs: int, bars: Progress) -> None:
-        context = multiprocessing.get_context("spawn")
+        self._jobs = jobs
         self._bars = bars
-        self._steps = context.SimpleQueue()
-        self._pool = ProcessPoolExecutor(
-            jobs, mp_context=context, initializer=_begin, initargs=(self._steps,)
+        self._context = multiprocessing.get_context("spawn")
+        self._steps = self._context.SimpleQueue()
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(
+            self._jobs, mp_context=self._context, initializer=_begin, initargs=(self._steps,)
         )
 
     def __enter__(self) -> _Crew:
@@ -128,25 +139,43 @@ class _Crew:
                 process.terminate()
 
     def do(self, works: Sequence[_Work]) -> dict[str, str]:
-        """All of it; returns the reasons of what failed, by name."""
-        failed: dict[str, str] = {}
+        """All of it; returns the reasons of what failed, by name.
+
+        A worker that dies takes the pool with it; what was not done is tried once more.
+        """
         bar = self._bars.add_task("", total=sum(work.steps for work in works), runs="")
-        names: dict[Future[None], str] = {}
-        try:
-            names = {self._pool.submit(w.do, *w.arguments): w.name for w in works}
-            pending = set(names)
-            while pending:
-                done, pending = wait(pending, _TICK_S, FIRST_COMPLETED)
-                self._show(bar, len(names) - len(pending), len(names))
-                for future in done:
-                    error = future.exception()
-                    if error is not None:
-                        failed[names[future]] = _reason(error)
-                        self._bars.console.print(f"{names[future]} failed: {_reason(error)}")
-        except BrokenProcessPool as error:
-            failed |= {w.name: _reason(error) for w in works if w.name not in names.values()}
-        self._show(bar, len(works), len(works))
-        return failed
+        failed, lost = self._attempt(works, bar)
+        if lost:
+            self._bars.console.print(f"a worker died; {len(lost)} pieces of work begin again")
+            self._pool = self._new_pool()
+            failed_again, lost = self._attempt(lost, bar)
+            failed |= failed_again
+        return failed | {work.name: "a worker process died twice (out of memory?)" for work in lost}
+
+    def _attempt(self, works: Sequence[_Work], bar: Any) -> tuple[dict[str, str], list[_Work]]:
+        """What failed, and what was lost with a worker."""
+        failed: dict[str, str] = {}
+        lost: list[_Work] = []
+        submitted: dict[Future[None], _Work] = {}
+        for work in works:
+            try:
+                submitted[self._pool.submit(work.do, *work.arguments)] = work
+            except BrokenProcessPool:
+                lost.append(work)
+        pending = set(submitted)
+        while pending:
+            done, pending = wait(pending, _TICK_S, FIRST_COMPLETED)
+            self._show(bar, len(submitted) - len(pending), len(works))
+            for future in done:
+                error = future.exception()
+                if isinstance(error, BrokenProcessPool):
+                    lost.append(submitted[future])
+                elif error is not None:
+                    name, reason = submitted[future].name, f"{type(error).__name__}: {error}"
+                    failed[name] = reason
+                    self._bars.console.print(f"{name} failed: {reason}")
+        self._show(bar, len(submitted), len(works))
+        return failed, lost
 
     def _show(self, bar: Any, done: int, total: int) -> None:
         while not self._steps.empty():
@@ -164,12 +193,6 @@ def _bars(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
     )
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, BrokenProcessPool):
-        return "a worker process died (out of memory?)"
-    return f"{type(error).__name__}: {error}"
 
 
 # -- in the worker processes ----------------------------------------------------------------------

@@ -59,7 +59,7 @@ def prepare(
     `step` is told (steps done, steps in all). Written aside and renamed.
     """
     folder = parent / tiny.folder_name(task)
-    if (folder / MANIFEST_NAME).exists():
+    if is_prepared(tiny, task, parent):
         return folder
     model = new_model(tiny)
     teach(model, tiny, task, step)
@@ -69,6 +69,11 @@ def prepare(
     shutil.rmtree(folder, ignore_errors=True)
     aside.rename(folder)
     return folder
+
+
+def is_prepared(tiny: TinyPolicy, task: Task, parent: Path) -> bool:
+    """Whether `prepare` has nothing left to do."""
+    return (parent / tiny.folder_name(task) / MANIFEST_NAME).exists()
 
 
 def new_model(tiny: TinyPolicy) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -161,3 +162,35 @@ def test_workers_end_with_their_parent_however_it_ends(tmp_path: Path) -> None:
     assert workers
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
+
+
+def test_a_damaged_file_is_a_run_that_is_not_done(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for damaged in ("", "{", "[]\n", "{}\n"):
+        run_file(tmp_path, PLAN).write_text(damaged)
+        assert finished(tmp_path, PLAN) is None
+
+
+def test_a_worker_s_death_loses_no_run(tmp_path: Path) -> None:
+    """Killed in the middle of a run: it and the others are done all the same."""
+    plans = [replace(PLAN, updates=60), replace(PLAN, arm="grpo"), replace(PLAN, seed=1)]
+    text = io.StringIO()
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        policies, me = tmp_path / runner.POLICIES, psutil.Process()
+        while not killed:
+            time.sleep(0.05)
+            taught = list(policies.glob("single-*/manifest.json")) if policies.exists() else []
+            workers = [c for c in me.children() if "spawn_main" in " ".join(c.cmdline())]
+            if taught and workers:
+                killed.append(workers[0].pid)
+                workers[0].kill()
+
+    thread = threading.Thread(target=kill_one)
+    thread.start()
+    failed = run_all(plans, tmp_path, 2, Console(file=text, width=200))
+    thread.join()
+    assert failed == {}
+    assert "begin again" in text.getvalue()
+    assert all(finished(tmp_path, plan) for plan in plans)
