@@ -575,12 +575,14 @@ async def test_sigterm_is_a_clean_end_with_replies_in_flight(tmp_path: Path) -> 
     made = _make(tmp_path, tied=False)
     with serve(tmp_path / "log", *embedded_args(made.versions[0].path, 0)) as server:
         async with client(server.url) as engine:
-            reading = asyncio.create_task(collect(engine, _prompt(9), Sampling(max_tokens=1500)))
+            asked = Sampling(max_tokens=1500)
+            reading = [asyncio.create_task(collect(engine, _prompt(9), asked)) for _ in range(8)]
             await asyncio.sleep(0.3)
             server.process.terminate()
             assert await asyncio.to_thread(server.process.wait, 15) == 0
-            with pytest.raises(EngineUnavailable):
-                await reading
+            ends = await asyncio.gather(*reading, return_exceptions=True)
+            # A fast machine ends some within the grace time; the others are told, none hangs.
+            assert all(isinstance(end, Collected | EngineUnavailable) for end in ends)
 
 
 def test_a_folder_that_is_not_whole_is_one_clear_line_and_code_2(tmp_path: Path) -> None:
