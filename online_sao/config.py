@@ -361,6 +361,11 @@ class LearnerSettings(_Section):
         "costs under 10 % of the time. Source: ours.",
     )
 
+    def check_ranks(self, ranks: int) -> None:
+        """Raises ConfigError for what so many processes cannot share."""
+        if ranks > 1 and self.lora_rank > 0:
+            raise ConfigError("learner.lora_rank goes with one process: set it to 0, or ranks to 1")
+
 
 class PublishingSettings(_Section):
     """How new weights reach the engine."""

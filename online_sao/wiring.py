@@ -123,9 +123,8 @@ def follow(settings: Settings, ranks: Any) -> None:
 
 def check_live(settings: Settings) -> None:
     """Raises ConfigError for settings that a service cannot learn with."""
-    variant, learner = settings.algorithm.variant, settings.learner
-    if learner.ranks > 1 and learner.lora_rank > 0:
-        raise ConfigError("learner.lora_rank goes with one process: set it to 0, or ranks to 1")
+    settings.learner.check_ranks(settings.learner.ranks)
+    variant = settings.algorithm.variant
     if variant == "running_mean" and settings.algorithm.running_mean_per == "prompt":
         raise ConfigError(
             "algorithm.running_mean_per = prompt needs prompts that come again: a service takes "

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from online_sao.learner.export import probe_logprobs
-from online_sao.manifest import MANIFEST_NAME, Manifest
-from online_sao.types import ProbeTokens, Trajectory
+from online_sao.learner.export import describe
+from online_sao.manifest import MANIFEST_NAME
+from online_sao.types import Trajectory
 
 VOCABULARY = 64
 PROBES = tuple(range(3, 19))
@@ -34,8 +37,7 @@ def make_folder(folder: Path, dtype: torch.dtype = torch.float32, **config: Any)
 
 
 def write_manifest(folder: Path) -> None:
-    probes = ProbeTokens(PROBES, probe_logprobs(folder, PROBES))
-    (folder / MANIFEST_NAME).write_text(Manifest.describe(folder, probes).to_json())
+    (folder / MANIFEST_NAME).write_text(describe(folder, PROBES).to_json())
 
 
 @torch.no_grad()
@@ -73,3 +75,18 @@ def sampled(
             )
         )
     return trajectories
+
+
+@torch.no_grad()
+def rescored(folder: Path, batch: Sequence[Trajectory]) -> list[Trajectory]:
+    """The same trajectories with the log-probabilities that the model in `folder` gives them."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for t in batch:
+        log_p = model(input_ids=torch.tensor([t.token_ids])).logits[0].log_softmax(-1)
+        logprobs = [
+            float(log_p[i - 1, token]) if action else math.nan
+            for i, (token, action) in enumerate(zip(t.token_ids, t.action_mask, strict=True))
+        ]
+        found.append(replace(t, logprobs=tuple(logprobs)))
+    return found

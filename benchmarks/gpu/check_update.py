@@ -38,12 +38,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the CPU twin, for its bare
 from update import BareLoop, padding_waste
 
 from online_sao.config import AlgorithmSettings, LearnerSettings
-from online_sao.learner.export import probe_logprobs
+from online_sao.learner.export import describe
 from online_sao.learner.models import Compute
 from online_sao.learner.ranks import ALONE, Ranks
 from online_sao.learner.trainer import SaoTrainer
-from online_sao.manifest import MANIFEST_NAME, Manifest
-from online_sao.types import ProbeTokens, Trajectory
+from online_sao.manifest import MANIFEST_NAME
+from online_sao.types import Trajectory
 
 console = Console(stderr=True)
 QWEN3_06B = {
@@ -98,8 +98,7 @@ def make_model(args: argparse.Namespace, folder: Path) -> Path:
         shape = SMOKE if args.cpu_smoke else QWEN3_06B
         config = Qwen3Config(**shape, tie_word_embeddings=True, initializer_range=0.05)
         Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    probes = ProbeTokens(PROBES, probe_logprobs(folder, PROBES))
-    (folder / MANIFEST_NAME).write_text(Manifest.describe(folder, probes).to_json())
+    (folder / MANIFEST_NAME).write_text(describe(folder, PROBES).to_json())
     return folder
 
 

@@ -8,7 +8,7 @@ do that in one comparison of ten.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,12 +107,9 @@ def write_report(runs: Runs, out: Path, heading: str) -> None:
 def markdown(runs: Runs, heading: str) -> str:
     """The page: a table for each group of arms and task that has at least two of them."""
     lines = ["# SAO and what it is compared with", "", heading, ""]
-    for title, arms in TABLES.items():
-        for task in dict.fromkeys(task for task, _ in runs):
-            present = [arm for arm in arms if (task, arm) in runs]
-            if len(present) > 1:
-                lines += [f"## {title}: `{task}`", "", *_table(runs, task, present), ""]
-                lines += [f"![{title}, {task}]({_figure_name(title, task)})", ""]
+    for title, task, present in _comparisons(runs):
+        lines += [f"## {title}: `{task}`", "", *_table(runs, task, present), ""]
+        lines += [f"![{title}, {task}]({_figure_name(title, task)})", ""]
     lines.append(
         "Mean over the seeds, in brackets the lowest and the highest. `reward` and `EV`: over "
         f"the last {LAST:.0%} of the updates; `over all`: reward over all of them; `held-out`: the "
@@ -120,6 +117,15 @@ def markdown(runs: Runs, heading: str) -> str:
         "lower where every seed lies above or below every seed of sao's."
     )
     return "\n".join(lines) + "\n"
+
+
+def _comparisons(runs: Runs) -> Iterator[tuple[str, str, list[str]]]:
+    """Title, task and arms of every table that has at least two arms to compare."""
+    for title, arms in TABLES.items():
+        for task in dict.fromkeys(task for task, _ in runs):
+            present = [arm for arm in arms if (task, arm) in runs]
+            if len(present) > 1:
+                yield title, task, present
 
 
 def _table(runs: Runs, task: str, arms: Sequence[str]) -> list[str]:
@@ -186,11 +192,9 @@ def _write_csv(runs: Runs, out: Path) -> None:
 
 
 def _figures(runs: Runs, out: Path) -> None:
-    for title, arms in TABLES.items():
-        for task in dict.fromkeys(task for task, _ in runs):
-            present = {arm: runs[task, arm] for arm in arms if (task, arm) in runs}
-            if len(present) > 1:
-                _figure(present, f"{title}: {task}", out / _figure_name(title, task))
+    for title, task, present in _comparisons(runs):
+        arms = {arm: runs[task, arm] for arm in present}
+        _figure(arms, f"{title}: {task}", out / _figure_name(title, task))
 
 
 def _figure_name(title: str, task: str) -> str:

@@ -197,19 +197,24 @@ def _bars(console: Console) -> Progress:
 
 # -- in the worker processes ----------------------------------------------------------------------
 
-_tell_step: Callable[..., None] = lambda *_: None  # noqa: E731 - set once a process begins
+_steps: Any = None
+"""Where this process tells its steps."""
 
 
 def _begin(steps: Any) -> None:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    global _tell_step
+    global _steps
+    _steps = steps
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     logging.getLogger().setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()
-    _tell_step = lambda *_: steps.put(1)  # noqa: E731
+
+
+def _tell_step(_done: int, _total: int) -> None:
+    _steps.put(1)
 
 
 def _end_with_parent() -> None:

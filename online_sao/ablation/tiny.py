@@ -19,9 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from online_sao.ablation import vocabulary
 from online_sao.ablation.tasks import Task
-from online_sao.learner.export import probe_logprobs
-from online_sao.manifest import MANIFEST_NAME, Manifest
-from online_sao.types import ProbeTokens
+from online_sao.learner.export import describe
+from online_sao.manifest import MANIFEST_NAME
 
 PROBES = vocabulary.encode("<bos>37+85*2=<call>85*2</call>")
 _WARMUP_STEPS = 50
@@ -102,8 +101,7 @@ def save(model: Any, folder: Path) -> None:
     """Write `model` as version 0: weights, config, a tokenizer's place, the manifest."""
     model.save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text('{"note": "token ids alone; no tokenizer"}')
-    probes = ProbeTokens(PROBES, probe_logprobs(folder, PROBES))
-    (folder / MANIFEST_NAME).write_text(Manifest.describe(folder, probes).to_json())
+    (folder / MANIFEST_NAME).write_text(describe(folder, PROBES).to_json())
 
 
 def teach(

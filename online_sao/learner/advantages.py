@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,42 +84,36 @@ class CriticAdvantages:
         chain = variants.chain_mask(mask) if s.gae_observations == "include" else mask
         lasts = s.action_level == "step_last_token"
         fitted = variants.last_tokens_of_steps(chain) if lasts else chain
-        nothing = torch.zeros_like(batch.rewards)
-        returns = self._returns(batch.rewards, nothing, chain)
+        _, returns = self._gae(batch.rewards, torch.zeros_like(batch.rewards), chain, 1.0)
         share = sao.mean_denominator(fitted, per_trajectory=s.loss_mean == "trajectory")
         values, loss, norm = self._critic.update(batch, returns, share, chain, fitted)
         for _ in range(s.critic_updates - 1):
             self._critic.update(batch, returns, share, chain, fitted)
         judging = values if s.advantage_critic == "before" else self._critic.values(batch, chain)
+        advantages, _ = self._gae(batch.rewards, judging, chain, self._policy_lambda(chain))
         return Estimate(
-            advantages=torch.where(mask, self._gae(batch.rewards, judging, chain), 0.0),
+            advantages=torch.where(mask, advantages, 0.0),
             values=torch.where(mask, values, 0.0),
             returns=torch.where(mask, returns, 0.0),
             valued=fitted & mask,
             metrics={"value_loss": loss, "critic_grad_norm": norm},
         )
 
-    def _returns(self, rewards: Tensor, nothing: Tensor, chain: Tensor) -> Tensor:
-        """From each token on, or from the start of its step."""
-        gamma = self._settings.gamma
-        if self._settings.action_level == "token":
-            return sao.skip_observation_gae(rewards, nothing, chain, gamma=gamma, lam=1.0)[1]
-        return variants.step_level_gae(
-            rewards, nothing, chain, gamma=gamma, lam=1.0, value="average"
-        )[1]
-
-    def _gae(self, rewards: Tensor, values: Tensor, chain: Tensor) -> Tensor:
+    def _gae(
+        self, rewards: Tensor, values: Tensor, chain: Tensor, lam: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Advantages and targets over the chain's tokens, or over its steps."""
         s = self._settings
         if s.action_level == "token":
-            lam = sao.length_adaptive_lambda(chain, s.alpha)
-            advantages, _ = sao.skip_observation_gae(rewards, values, chain, gamma=s.gamma, lam=lam)
-            return advantages
-        lam = variants.step_length_adaptive_lambda(chain, s.alpha)
+            return sao.skip_observation_gae(rewards, values, chain, gamma=s.gamma, lam=lam)
         value: variants.StepValue = "average" if s.action_level == "step_average" else "last_token"
-        advantages, _ = variants.step_level_gae(
-            rewards, values, chain, gamma=s.gamma, lam=lam, value=value
-        )
-        return advantages
+        return variants.step_level_gae(rewards, values, chain, gamma=s.gamma, lam=lam, value=value)
+
+    def _policy_lambda(self, chain: Tensor) -> Tensor:
+        """lambda by the number of actions: of tokens, or of steps."""
+        if self._settings.action_level == "token":
+            return sao.length_adaptive_lambda(chain, self._settings.alpha)
+        return variants.step_length_adaptive_lambda(chain, self._settings.alpha)
 
     def undone_on_error(self) -> AbstractContextManager[None]:
         """The critic's weights and optimizer."""
@@ -152,20 +146,13 @@ class RunningMeanAdvantages:
         return _spread(batch, rewards, advantages, rewards - advantages)
 
     def _by_key(self, trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
-        rows: dict[str, list[int]] = defaultdict(list)
-        for row, trajectory in enumerate(trajectories):
-            rows[prompt_key(trajectory) if self._per_prompt else EVERYWHERE].append(row)
-        return rows
+        if self._per_prompt:
+            return _rows_by_prompt(trajectories)
+        return {EVERYWHERE: list(range(len(trajectories)))}
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
+    def undone_on_error(self) -> AbstractContextManager[None]:
         """The rewards seen."""
-        before = dict(self._seen)
-        try:
-            yield
-        except BaseException:
-            self._seen = before
-            raise
+        return _kept_on_error(self._seen)
 
     def memory(self) -> dict[str, Any]:
         """The rewards seen, oldest first, by key."""
@@ -195,9 +182,7 @@ class GroupAdvantages:
 
     def _groups(self, trajectories: Sequence[Trajectory]) -> list[list[int]]:
         """Rows of each group: the replies to one prompt in their order, `group_size` at a time."""
-        by_prompt: dict[str, list[int]] = defaultdict(list)
-        for row, trajectory in enumerate(trajectories):
-            by_prompt[prompt_key(trajectory)].append(row)
+        by_prompt = _rows_by_prompt(trajectories)
         for rows in by_prompt.values():
             if len(rows) % self._size:
                 raise LearnerError(
@@ -210,10 +195,9 @@ class GroupAdvantages:
             for begin in range(0, len(rows), self._size)
         ]
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
+    def undone_on_error(self) -> AbstractContextManager[None]:
         """Nothing is learned."""
-        yield
+        return nullcontext()
 
     def memory(self) -> dict[str, Any]:
         """Nothing."""
@@ -276,15 +260,9 @@ class SingleStreamAdvantages:
             for key, drift in zip(known, drifts, strict=True)
         }
 
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
+    def undone_on_error(self) -> AbstractContextManager[None]:
         """The visits."""
-        before = dict(self._visits)
-        try:
-            yield
-        except BaseException:
-            self._visits = before
-            raise
+        return _kept_on_error(self._visits)
 
     def memory(self) -> dict[str, Any]:
         """Each prompt's counts and its last visit; a log-probability off the mask is null."""
@@ -312,6 +290,25 @@ def prompt_key(trajectory: Trajectory) -> str:
     """A digest of the token ids before the first action."""
     prompt = trajectory.token_ids[: trajectory.action_mask.index(True)]
     return hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()
+
+
+def _rows_by_prompt(trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
+    rows: dict[str, list[int]] = defaultdict(list)
+    for row, trajectory in enumerate(trajectories):
+        rows[prompt_key(trajectory)].append(row)
+    return rows
+
+
+@contextmanager
+def _kept_on_error(learned: dict[str, Any]) -> Iterator[None]:
+    """Its entries are what they were, if the block raises."""
+    before = dict(learned)
+    try:
+        yield
+    except BaseException:
+        learned.clear()
+        learned.update(before)
+        raise
 
 
 def _spread(

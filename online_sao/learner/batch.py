@@ -74,8 +74,9 @@ class TrajectoryBatch:
         """Rows of each micro-batch: of like length, at most `max_tokens` padded tokens each (a
         longer trajectory goes alone). Every row stands in exactly one.
         """
-        rows = sorted(range(len(self.lengths)), key=lambda row: (-int(self.lengths[row]), row))
-        sizes = partition([int(self.lengths[row]) for row in rows], max_tokens)
+        lengths = self.lengths.tolist()
+        rows = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+        sizes = partition([lengths[row] for row in rows], max_tokens)
         return list(torch.split(torch.tensor(rows, device=self.lengths.device), sizes))
 
 
@@ -85,7 +86,7 @@ def partition(lengths: Sequence[int], max_tokens: int) -> list[int]:
 
     A group costs at most `max_tokens`, or is one trajectory.
     """
-    best = [(0, 0)] + [(0, 0)] * len(lengths)  # (cost of the first n, size of the last group)
+    best = [(0, 0)] * (len(lengths) + 1)  # (cost of the first n, size of the last group)
     for n in range(1, len(lengths) + 1):
         choices = []
         for size in range(1, n + 1):
@@ -94,6 +95,8 @@ def partition(lengths: Sequence[int], max_tokens: int) -> list[int]:
                 choices.append((best[n - size][0] + padded + PASS_COST, size))
         best[n] = min(choices)
     sizes: list[int] = []
-    while sum(sizes) < len(lengths):
-        sizes.append(best[len(lengths) - sum(sizes)][1])
+    left = len(lengths)
+    while left:
+        sizes.append(best[left][1])
+        left -= sizes[-1]
     return sizes[::-1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -57,8 +58,7 @@ def deal(lengths: Sequence[int], max_tokens: int, size: int) -> list[list[int]]:
     ordered = [lengths[row] for row in rows]
     best: tuple[float, list[int]] | None = None
     for passes in range(1, len(lengths) + 1):
-        sizes = _even(ordered, passes * size)
-        largest = _cost(ordered, sizes)
+        largest, sizes = _even(ordered, passes * size)
         if largest > max(max_tokens, ordered[0]):
             continue
         cost = passes * (largest + SHARDED_PASS_COST)
@@ -66,12 +66,12 @@ def deal(lengths: Sequence[int], max_tokens: int, size: int) -> list[list[int]]:
             break
         best = (cost, sizes)
     assert best is not None, "a group of one row is always allowed"
-    begins = [sum(best[1][:i]) for i in range(len(best[1]))]
-    return [rows[b : b + n] for b, n in zip(begins, best[1], strict=True)]
+    dealt = iter(rows)
+    return [list(islice(dealt, count)) for count in best[1]]
 
 
-def _even(ordered: Sequence[int], groups: int) -> list[int]:
-    """Sizes of at most `groups` consecutive groups whose largest padded cost is the least."""
+def _even(ordered: Sequence[int], groups: int) -> tuple[int, list[int]]:
+    """At most `groups` consecutive groups whose largest padded cost is the least: it, and sizes."""
     low, high = ordered[0], ordered[0] * len(ordered)
     while low < high:
         limit = (low + high) // 2
@@ -79,7 +79,7 @@ def _even(ordered: Sequence[int], groups: int) -> list[int]:
             high = limit
         else:
             low = limit + 1
-    return _filled(ordered, low)
+    return low, _filled(ordered, low)
 
 
 def _filled(ordered: Sequence[int], limit: int) -> list[int]:
@@ -90,9 +90,3 @@ def _filled(ordered: Sequence[int], limit: int) -> list[int]:
         sizes.append(min(limit // ordered[done], len(ordered) - done))
         done += sizes[-1]
     return sizes
-
-
-def _cost(ordered: Sequence[int], sizes: Sequence[int]) -> int:
-    """Padded tokens of the largest group."""
-    begins = [sum(sizes[:i]) for i in range(len(sizes))]
-    return max(ordered[begin] * size for begin, size in zip(begins, sizes, strict=True))

@@ -80,10 +80,7 @@ class VersionWriter:
         for file, tensors in self._files.items():
             merged = {name: changed.get(name, tensor) for name, tensor in tensors.items()}
             save_tensors(merged, folder / file)
-        probes = ProbeTokens(
-            self._base.probes.token_ids, probe_logprobs(folder, self._base.probes.token_ids)
-        )
-        manifest = Manifest.describe(folder, probes)
+        manifest = describe(folder, self._base.probes.token_ids)
         if dict(manifest.tensors) != dict(self._base.tensors):
             raise ModelError(f"{folder}: tensors differ from those of {self._start_folder}")
         (folder / MANIFEST_NAME).write_text(manifest.to_json())
@@ -117,6 +114,11 @@ class VersionWriter:
             for name, tensor in converted.items()
             if name in self._base.tensors
         }
+
+
+def describe(folder: Path, probe_ids: tuple[int, ...]) -> Manifest:
+    """The manifest of the weights in `folder`, not written; they are loaded for their probes."""
+    return Manifest.describe(folder, ProbeTokens(probe_ids, probe_logprobs(folder, probe_ids)))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from online_sao.algorithm import sao
 from online_sao.config import AlgorithmSettings, LearnerSettings
-from online_sao.errors import ConfigError, LearnerError, ModelError, UpdateNotFinite
+from online_sao.errors import LearnerError, ModelError, UpdateNotFinite
 from online_sao.learner import metrics
 from online_sao.learner.advantages import Estimator, make_estimator
 from online_sao.learner.batch import TrajectoryBatch
@@ -50,8 +50,7 @@ class SaoTrainer:
 
         On several `ranks` each method is called on all of them, with the same arguments.
         """
-        if ranks.size > 1 and learner.lora_rank > 0:
-            raise ConfigError("learner.lora_rank goes with one process: set it to 0, or ranks to 1")
+        learner.check_ranks(ranks.size)
         self._ranks = ranks
         self._settings = settings
         self._learner = learner

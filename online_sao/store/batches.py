@@ -63,6 +63,17 @@ class Member:
     """Of a judged reply: its trajectory, or why it has none. None for all others."""
 
 
+def single_unit(
+    rollout_id: str, found: Trajectory | DiscardReason, rules: ClaimRules
+) -> Unit | Refused:
+    """A reply without an episode, as its record makes a trajectory or has a reason to make none."""
+    ids = (rollout_id,)
+    if not isinstance(found, Trajectory):
+        return Refused(ids, found)
+    reason = rules.refuses(found)
+    return Unit(ids, (found,)) if reason is None else Refused(ids, reason)
+
+
 def episode_unit(
     members: Sequence[Member], rewards: EpisodeRewards, rules: ClaimRules
 ) -> Unit | Refused:

@@ -11,7 +11,15 @@ import sqlalchemy as sa
 
 from online_sao.errors import RolloutRefused
 from online_sao.store import leases, policies
-from online_sao.store.batches import Assembly, ClaimRules, Member, Refused, Unit, episode_unit
+from online_sao.store.batches import (
+    Assembly,
+    ClaimRules,
+    Member,
+    Refused,
+    Unit,
+    episode_unit,
+    single_unit,
+)
 from online_sao.store.rows import Row, completion_from, request_from
 from online_sao.store.states import is_settled, lag_of
 from online_sao.store.tables import EpisodeRow, JudgementRow, LedgerRow, RolloutRow
@@ -96,12 +104,7 @@ def _judged_oldest_first(conn: sa.Connection, page_size: int) -> Iterator[Row]:
 
 def _single(conn: sa.Connection, row: Row, steps: Steps, rules: ClaimRules) -> Unit | Refused:
     """A reply without an episode."""
-    ids = (row.rollout_id,)
-    found = _load(conn, row.rollout_id, steps)
-    if isinstance(found, Trajectory):
-        reason = rules.refuses(found)
-        return Unit(ids, (found,)) if reason is None else Refused(ids, reason)
-    return Refused(ids, found)
+    return single_unit(row.rollout_id, _load(conn, row.rollout_id, steps), rules)
 
 
 def _episode(

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from online_sao.errors import EpisodeClosed, LeaseLost, UnknownRecord, VersionConflict
-from online_sao.store.batches import Assembly, ClaimRules, Refused, Unit
+from online_sao.store.batches import Assembly, ClaimRules, Refused, Unit, single_unit
 from online_sao.store.judging import same_rubric
 from online_sao.store.learning import check_update
 from online_sao.store.ledger import check_members
@@ -511,15 +511,10 @@ class MemoryStore:
     def _unit(self, entry: Entry, rules: ClaimRules) -> Unit | Refused | None:
         """What a claim makes of a judged entry; None for an episode that is not ready, and for
         all of its entries but the one that stands for it."""
-        ids, steps = (entry.request.id,), self._lineage()
-        episode = self._episode_of(entry)
+        steps, episode = self._lineage(), self._episode_of(entry)
         if episode is not None:
             return episode.unit(steps, rules) if episode.head_id == entry.request.id else None
-        found = trajectory_of(entry, steps)
-        if not isinstance(found, Trajectory):
-            return Refused(ids, found)
-        reason = rules.refuses(found)
-        return Unit(ids, (found,)) if reason is None else Refused(ids, reason)
+        return single_unit(entry.request.id, trajectory_of(entry, steps), rules)
 
     def _in(self, *states: LedgerState) -> list[Entry]:
         """Entries in these states, oldest first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 import shutil
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES, family_folder, model_of, replies
-from tiny_llama import VOCABULARY, make_folder, sampled, write_manifest
+from tiny_llama import VOCABULARY, make_folder, rescored, sampled, write_manifest
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -258,19 +257,6 @@ def chance_of_9(folder: Path, prompts: list[Trajectory]) -> float:
         prompt = t.token_ids[: t.action_mask.index(True)]
         found.append(float(model(input_ids=torch.tensor([prompt])).logits[0, -1].softmax(-1)[9]))
     return sum(found) / len(found)
-
-
-@torch.no_grad()
-def rescored(folder: Path, batch: list[Trajectory]) -> list[Trajectory]:
-    """The batch with the log-probabilities of what is served from `folder`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    for t in batch:
-        log_p = model(input_ids=torch.tensor([t.token_ids])).logits[0].log_softmax(-1)
-        first = t.action_mask.index(True)
-        actions = [float(log_p[i - 1, t.token_ids[i]]) for i in range(first, len(t.token_ids))]
-        found.append(replace(t, logprobs=(math.nan,) * first + tuple(actions)))
-    return found
 
 
 def test_rewarding_one_token_raises_its_probability_as_served_in_bf16(tmp_path: Path) -> None:

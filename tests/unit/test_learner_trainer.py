@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_llama import VOCABULARY, make_folder, sampled
+from tiny_llama import VOCABULARY, make_folder, rescored, sampled
 from transformers import LlamaForCausalLM
 
 from online_sao.config import AlgorithmSettings, LearnerSettings
@@ -163,21 +163,6 @@ def test_rewarding_one_token_raises_its_probability(base: Path, tmp_path: Path, 
         newest = tmp_path / f"v{version}"
         trainer.export_policy(newest)
     assert chance(newest, 9, prompts) > 5 * chance(base, 9, prompts)
-
-
-@torch.no_grad()
-def rescored(folder: Path, batch: Sequence[Trajectory]) -> list[Trajectory]:
-    """The same trajectories with the log-probabilities that the model in `folder` gives them."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    for t in batch:
-        log_p = model(input_ids=torch.tensor([t.token_ids])).logits[0].log_softmax(-1)
-        logprobs = [
-            float(log_p[i - 1, token]) if action else math.nan
-            for i, (token, action) in enumerate(zip(t.token_ids, t.action_mask, strict=True))
-        ]
-        found.append(replace(t, logprobs=tuple(logprobs)))
-    return found
 
 
 def test_kl_holds_the_policy_near_its_start(base: Path) -> None:
